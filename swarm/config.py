@@ -47,7 +47,9 @@ class ModelSection(_Section):
             if not 1 <= self.stages <= self.layers:
                 raise ValueError(f"stages must be from 1 to layers ({self.layers}), not {self.stages}")
         elif not self.stages or min(self.stages) < 1 or sum(self.stages) != self.layers:
-            raise ValueError(f"layers per stage {list(self.stages)} must be positive and add up to layers {self.layers}")
+            raise ValueError(
+                f"layers per stage {list(self.stages)} must be positive and add up to layers {self.layers}"
+            )
         return self
 
     @property
@@ -95,7 +97,7 @@ class OptimizerSection(_Section):
     @field_validator("betas")
     @classmethod
     def _betas(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
+        if min(value) < 0 or max(value) >= 1:
             raise ValueError(f"betas must lie in [0, 1), not {list(value)}")
         return value
 
@@ -129,7 +131,7 @@ class RunConfig(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.data.tokenizer == "bytes" and self.model.vocabulary < 256:
+        if self.model.vocabulary < 256:
             raise ValueError(f"model.vocabulary {self.model.vocabulary} is too small: tokenizer 'bytes' needs 256")
         return self
 
@@ -183,8 +185,6 @@ def _problems(error: ValidationError) -> list[str]:
     found: dict[str, str] = {}
     for item in error.errors(include_url=False):
         where = [str(part) for part in item["loc"] if part not in ("int", "tuple[int, ...]")]
-        message = item["msg"].removeprefix("Value error, ")
-        if item["type"] == "extra_forbidden":
-            message = "no such key"
+        message = "no such key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
         found.setdefault(".".join(where) or "config", message[0].lower() + message[1:])
     return [f"{key}: {message}" for key, message in found.items()]

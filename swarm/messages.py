@@ -104,10 +104,16 @@ class VoidReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeting:
-    """A lead raises its term at a peer and asks what it holds."""
+    """A lead raises its term at a peer and asks what it holds.
+
+    With ``lineage``, that of the run, a peer which is more than one commit away fetches state; with ``distrust``
+    (its parameters differ from its group's) it does so even if it claims this lineage.
+    """
 
     run: RunHash
     term: Term
+    lineage: Lineage | None = None
+    distrust: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,1 @@
+"""Decentralized averaging of a stage's gradients."""

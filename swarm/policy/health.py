@@ -1,0 +1,50 @@
+"""Alive, suspect, banned: what a failed call does to a peer's standing, with back-off.
+
+A suspect gets no work; once its back-off is over it is greeted, and one good answer makes it alive again.
+A new session is a new process and starts alive.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+FIRST_BACKOFF_SECONDS = 0.5
+LONGEST_BACKOFF_SECONDS = 30.0
+BAN_SECONDS = 300.0
+"""For a peer that broke the protocol or computed what is not finite, twice in a row."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Health:
+    """Standing of one life of a peer."""
+
+    failures: int = 0
+    """In a row."""
+    suspect_until: float = float("-inf")
+    suspected: bool = False
+
+    def failed(self, now: float) -> float:
+        """A call failed; returns the seconds for which the peer is left alone."""
+        backoff = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0**self.failures)
+        self.failures += 1
+        self.suspected = True
+        self.suspect_until = max(self.suspect_until, now + backoff)
+        return backoff
+
+    def misbehaved(self, now: float) -> float:
+        """A call was answered with rubbish; the second time in a row bans.  Returns seconds."""
+        self.failures += 1
+        self.suspected = True
+        seconds = BAN_SECONDS if self.failures > 1 else LONGEST_BACKOFF_SECONDS
+        self.suspect_until = now + seconds
+        return seconds
+
+    def succeeded(self) -> None:
+        """A call was answered."""
+        self.failures = 0
+        self.suspected = False
+        self.suspect_until = float("-inf")
+
+    def greet_due(self, now: float) -> bool:
+        """A suspect may be asked again."""
+        return self.suspected and now >= self.suspect_until

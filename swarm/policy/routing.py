@@ -1,0 +1,78 @@
+"""Which peer of a stage gets the next microbatch: stochastic wiring (SWARM, section 3.2 and Algorithm 1).
+
+Interleaved weighted round robin over expected finish times.  A peer serves one job at a time, so its seconds per unit
+of work can be seen from outside: an answer took from the later of its sending and the previous answer until now.
+Units: a forward 1, a backward 2, so that the backward a forward will cause is counted when the forward is placed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TypeVar
+
+K = TypeVar("K")
+
+FORWARD_UNITS = 1.0
+BACKWARD_UNITS = 2.0
+LEARNING_RATE = 0.2
+"""Weight of the newest measurement in the moving average."""
+UNKNOWN_SECONDS = 1e-3
+"""Assumed of a peer of which nothing is known, so that it is tried at once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Lane:
+    """What the trainer knows of one peer's speed and load."""
+
+    seconds_per_unit: float = UNKNOWN_SECONDS
+    measurements: int = 0
+    outstanding_units: float = 0.0
+    last_answer: float = float("-inf")
+
+    def start_from(self, forward_seconds: float) -> None:
+        """Take the peer's own probe until something is measured."""
+        if not self.measurements and forward_seconds > 0:
+            self.seconds_per_unit = forward_seconds / FORWARD_UNITS
+
+    def sent(self, units: float) -> None:
+        """Work was placed on the peer."""
+        self.outstanding_units += units
+
+    def given_up(self, units: float) -> None:
+        """Placed work will not be done by the peer."""
+        self.outstanding_units = max(0.0, self.outstanding_units - units)
+
+    def answered(self, units: float, sent_at: float, now: float) -> None:
+        """An answer of ``units`` arrived for a call sent at ``sent_at``."""
+        self.given_up(units)
+        self._learn((now - max(sent_at, self.last_answer)) / units)
+        self.last_answer = now
+
+    def timed_out(self, units: float, waited_seconds: float) -> None:
+        """No answer came: the peer is at least as slow as the wait says."""
+        self.given_up(units)
+        self._learn(max(self.seconds_per_unit, waited_seconds / units))
+
+    def finish_seconds(self, units: float) -> float:
+        """Expected seconds until work placed now would be done."""
+        return (self.outstanding_units + units) * self.seconds_per_unit
+
+    def _learn(self, seconds: float) -> None:
+        self.measurements += 1
+        # The average is exact over the first measurements, then moving: no bias towards the first value.
+        rate = max(LEARNING_RATE, 1.0 / self.measurements)
+        self.seconds_per_unit += rate * (max(seconds, 1e-6) - self.seconds_per_unit)
+
+
+def choose(lanes: Iterable[tuple[K, Lane]], units: float, seed: str) -> K | None:
+    """The key of the lane that is expected to finish ``units`` first; ties are broken by ``seed``."""
+
+    def rank(item: tuple[K, Lane]) -> tuple[float, str]:
+        key, lane = item
+        tie = hashlib.sha256(f"{seed}/{key}".encode()).hexdigest()
+        return (round(lane.finish_seconds(units), 6), tie)
+
+    best = min(lanes, key=rank, default=None)
+    return None if best is None else best[0]

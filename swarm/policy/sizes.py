@@ -1,0 +1,24 @@
+"""How big things are, from the config alone: for deadlines and memory limits.  Exact for the built-in decoder."""
+
+from __future__ import annotations
+
+from swarm.config import ModelSection
+
+BYTES_PER_PARAMETER = 24
+"""Parameters 4, moments 8, step gradient 4, gradient being computed 4, reduced gradient 4 (fp32, Adam)."""
+
+
+def stage_parameters(model: ModelSection, stage: int) -> int:
+    """Number of parameters of a stage."""
+    d = model.width
+    count = model.layers_per_stage[stage] * (12 * d * d + 13 * d)
+    if stage == 0:
+        count += (model.vocabulary + model.sequence_length) * d
+    if stage == model.stage_count - 1:
+        count += 2 * d + model.vocabulary * d
+    return count
+
+
+def stage_memory_bytes(model: ModelSection, stage: int) -> int:
+    """Memory of a peer of the stage without activations."""
+    return BYTES_PER_PARAMETER * stage_parameters(model, stage)

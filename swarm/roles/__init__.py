@@ -1,0 +1,1 @@
+"""Trainer, lead and peer as plain async code over ports; no grpc, hivemind, torch or wall clock."""

@@ -1,0 +1,114 @@
+"""How a newcomer, or a peer that fell behind, comes by its stage's state."""
+
+from __future__ import annotations
+
+import hashlib
+
+from swarm.errors import BadReply, Refused, Retryable
+from swarm.ids import RunHash
+from swarm.messages import Contact, StateHead, StateRequest
+from swarm.policy.deadlines import Limits
+from swarm.ports import Clock, Directory, Executor, Journal, Priority, StageCalls, StageModule
+from swarm.records import PeerRecord, PeerState
+from swarm.roles.seat import Seat
+
+POLL_SECONDS = 1.0
+"""Between two looks for a donor."""
+LARGEST_STATE_BYTES = 1 << 40
+
+
+class CatchUp:
+    """Fetches state until the peer can serve."""
+
+    def __init__(
+        self,
+        *,
+        seat: Seat,
+        module: StageModule,
+        executor: Executor,
+        directory: Directory,
+        calls: StageCalls,
+        clock: Clock,
+        journal: Journal,
+        limits: Limits,
+        run: RunHash,
+    ) -> None:
+        self._seat = seat
+        self._module = module
+        self._executor = executor
+        self._directory = directory
+        self._calls = calls
+        self._clock = clock
+        self._journal = journal
+        self._limits = limits
+        self._run = run
+
+    async def until_ready(self) -> None:
+        """Return once the peer holds parameters that it may serve.
+
+        A newcomer starts from the run's seed only where no peer of the stage is past version 0; that is the state of
+        version 0, so a lead that is further takes it for stale and nothing is re-initialised in silence.
+        """
+        waiting = False
+        while self._seat.state is PeerState.JOINING:
+            donors = await self._donors()
+            for donor in donors:
+                try:
+                    await self._fetch(donor)
+                    return
+                except (Retryable, Refused) as error:
+                    self._journal.record("donor_failed", peer=donor.peer, stage=self._seat.stage, reason=str(error))
+            if self._seat.behind is None and not donors:
+                self._seat.set_state(PeerState.READY)
+                return
+            if not waiting:
+                waiting = True
+                version = self._seat.behind.length if self._seat.behind else None
+                self._journal.record("waiting_for_donor", stage=self._seat.stage, version=version)
+            await self._clock.sleep(POLL_SECONDS)
+
+    async def _donors(self) -> list[PeerRecord]:
+        """Peers of the stage with newer state, the newest first."""
+        own, behind = self._seat.lineage, self._seat.behind
+        records = [
+            record
+            for record in await self._directory.peers(self._run, self._seat.stage)
+            if record.peer != self._seat.contact.peer
+            and record.state is not PeerState.JOINING
+            and (record.lineage.rank() > own.rank() or (behind is not None and record.lineage.length >= behind.length))
+        ]
+        return sorted(records, key=lambda record: record.lineage.rank(), reverse=True)
+
+    async def _fetch(self, donor: PeerRecord) -> None:
+        contact = Contact(peer=donor.peer, session=donor.session, endpoint=donor.endpoint)
+        started = self._clock.now()
+        request = StateRequest(run=self._run, stage=self._seat.stage)
+        head, chunks = await self._calls.fetch_state(contact, request, self._limits.reduce_floor_seconds)
+        if not 0 <= head.total_bytes <= LARGEST_STATE_BYTES:
+            raise BadReply(f"a state of {head.total_bytes} bytes")
+        data, digest = bytearray(), hashlib.sha256()
+        async for chunk in chunks:
+            data += chunk
+            digest.update(chunk)
+            if len(data) > head.total_bytes:
+                break
+        if len(data) != head.total_bytes or digest.hexdigest() != head.digest:
+            raise BadReply(f"the state broke off or is damaged ({len(data)} of {head.total_bytes} bytes)")
+        await self._executor.run(Priority.CONTROL, lambda: self._load(head, data))
+        self._seat.behind = None
+        self._seat.set_state(PeerState.READY)
+        self._journal.record(
+            "state_fetched",
+            peer=donor.peer,
+            stage=self._seat.stage,
+            version=head.lineage.length,
+            nbytes=head.total_bytes,
+            seconds=self._clock.now() - started,
+        )
+
+    def _load(self, head: StateHead, data: bytearray) -> None:
+        try:
+            self._module.load(head.layout, data)
+        except ValueError as error:
+            raise BadReply(f"the state does not fit: {error}") from None
+        self._seat.replace(head.lineage, head.commits)

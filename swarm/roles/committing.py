@@ -1,0 +1,90 @@
+"""A peer's side of the commit: apply once, in order, and say what the parameters are then."""
+
+from __future__ import annotations
+
+from swarm.errors import BadRequest
+from swarm.ids import Digest
+from swarm.messages import ApplyRequest, StateMark
+from swarm.policy.deadlines import Limits
+from swarm.ports import Clock, Executor, Journal, Priority, StageModule
+from swarm.records import StageCommit
+from swarm.roles.reducing import Reducing
+from swarm.roles.seat import Seat
+
+DIGEST_EVERY = 10
+"""Versions between two digests of all parameters; their norm is compared at every version."""
+
+
+class Committing:
+    """Applies commits."""
+
+    def __init__(
+        self,
+        *,
+        seat: Seat,
+        module: StageModule,
+        executor: Executor,
+        reducing: Reducing,
+        clock: Clock,
+        journal: Journal,
+        limits: Limits,
+        stages: int,
+        numeric_class: str,
+    ) -> None:
+        self._seat = seat
+        self._module = module
+        self._executor = executor
+        self._reducing = reducing
+        self._clock = clock
+        self._journal = journal
+        self._limits = limits
+        self._stages = stages
+        self._numeric_class = numeric_class
+
+    async def apply(self, request: ApplyRequest) -> StateMark:
+        """Apply ``request.commit`` if it is next; answer again if it was the last.  Fetches a missed reduce."""
+        seat, key, commit = self._seat, request.key, request.commit
+        seat.check_place(key.run, key.stage)
+        seat.follow(key.term)
+        if len(commit.stages) != self._stages or commit.step != key.step or commit.parent != key.lineage.chain:
+            raise BadRequest(f"commit of step {commit.step} does not fit the call for step {key.step}")
+        if not self._was_last(request):
+            await seat.reach(key, self._clock.now() + self._limits.control_seconds)
+            wanted = commit.stages[seat.stage]
+            if not self._keeps(request, wanted):
+                await self._reducing.fetch_reduced(key, wanted, request.donors)
+        mark = await self._executor.run(Priority.CONTROL, lambda: self._apply(request))
+        seat.touch()
+        return mark
+
+    def _was_last(self, request: ApplyRequest) -> bool:
+        seat = self._seat
+        return bool(seat.commits) and seat.commits[-1] == request.commit
+
+    def _keeps(self, request: ApplyRequest, wanted: StageCommit) -> bool:
+        kept = self._seat.kept
+        return kept is not None and kept[0] == request.key.lineage and kept[1].digest == wanted.digest
+
+    # --- on the compute thread ----------------------------------------------------
+
+    def _apply(self, request: ApplyRequest) -> StateMark:
+        seat, commit = self._seat, request.commit
+        if not self._was_last(request):
+            seat.confirm(request.key)
+            if not self._keeps(request, commit.stages[seat.stage]):
+                raise BadRequest("the reduced gradient kept is not the commit's")
+            self._module.apply(commit.step, commit.clip_factor)
+            seat.advance(commit)
+            self._journal.record("applied", stage=seat.stage, step=commit.step, version=seat.lineage.length)
+        return self.mark()
+
+    def mark(self) -> StateMark:
+        """What the parameters are now; the digest at every :data:`DIGEST_EVERY`-th version."""
+        lineage = self._seat.lineage
+        digest: Digest | None = self._module.digest() if lineage.length % DIGEST_EVERY == 0 else None
+        return StateMark(
+            lineage=lineage,
+            squared_norm=self._module.squared_norm(),
+            digest=digest,
+            numeric_class=self._numeric_class,
+        )

@@ -1,0 +1,71 @@
+"""Peers that did not answer a close: they may hold anything, so they take no part until they have dropped it."""
+
+from __future__ import annotations
+
+from swarm.errors import Refused, Retryable, StaleTerm, Superseded
+from swarm.ids import RunHash
+from swarm.messages import DropRequest, StepKey
+from swarm.policy.deadlines import Limits
+from swarm.ports import Journal, StageCalls
+from swarm.records import Lineage, Term
+from swarm.roles.ledger import Ledger
+from swarm.roles.roster import Member, Roster
+
+
+class Fences:
+    """Fences of one step.  A fenced life of a peer comes back with weight 0, or not at all."""
+
+    def __init__(
+        self,
+        *,
+        run: RunHash,
+        term: Term,
+        lineage: Lineage,
+        ledger: Ledger,
+        roster: Roster,
+        calls: StageCalls,
+        journal: Journal,
+        limits: Limits,
+    ) -> None:
+        self._run = run
+        self._term = term
+        self._lineage = lineage
+        self._ledger = ledger
+        self._roster = roster
+        self._calls = calls
+        self._journal = journal
+        self._limits = limits
+
+    def put(self, member: Member, reason: str) -> None:
+        """Fence this life of the peer."""
+        self._ledger.fenced[member.stage][member.peer] = member.contact.session
+        self._journal.record("fenced", peer=member.peer, stage=member.stage, reason=reason)
+
+    def holds(self, member: Member) -> bool:
+        """This life of the peer is fenced."""
+        return self._ledger.fenced[member.stage].get(member.peer) == member.contact.session
+
+    async def lift(self, stage: int) -> None:
+        """Let back in whoever is reachable again and drops what it held, or is a new life that holds nothing."""
+        for peer in list(self._ledger.fenced[stage]):
+            member = self._roster.stages[stage].get(peer)
+            if member is None or member.health.suspected:
+                continue
+            if not self.holds(member) or await self._dropped(member):
+                self._ledger.fenced[stage].pop(peer, None)
+                self._roster.notify()
+
+    async def _dropped(self, member: Member) -> bool:
+        key = StepKey(run=self._run, stage=member.stage, term=self._term, lineage=self._lineage)
+        request = DropRequest(key=key, attempt=self._ledger.attempts[member.stage])
+        try:
+            await self._calls.drop(member.contact, request, self._limits.control_seconds)
+        except StaleTerm as error:
+            raise Superseded(f"another trainer leads this run: {error}") from None
+        except Retryable as error:
+            self._roster.failed(member, error)
+            return False
+        except Refused:
+            self._roster.unready(member)
+            return False
+        return True

@@ -1,0 +1,179 @@
+"""A peer's side of the close: freeze, drop, reduce, adopt."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from functools import partial
+from typing import Any
+
+from swarm.errors import BadReply, BadRequest, PeerFailed, ReduceFailed, Refused, Retryable
+from swarm.ids import PeerId
+from swarm.messages import (
+    AdoptRequest,
+    Contact,
+    DropRequest,
+    FreezeReply,
+    FreezeRequest,
+    GradientRequest,
+    ReducedMark,
+    ReduceReply,
+    ReduceRequest,
+    StepKey,
+)
+from swarm.policy.deadlines import Limits
+from swarm.ports import Averager, Clock, Executor, Journal, Priority, StageCalls, StageModule
+from swarm.records import StageCommit
+from swarm.roles.seat import Seat
+
+
+class Reducing:
+    """Closes the step's gradient and averages it with the group."""
+
+    def __init__(
+        self,
+        *,
+        seat: Seat,
+        module: StageModule,
+        executor: Executor,
+        averager: Averager,
+        calls: StageCalls,
+        clock: Clock,
+        journal: Journal,
+        limits: Limits,
+    ) -> None:
+        self._seat = seat
+        self._module = module
+        self._executor = executor
+        self._averager = averager
+        self._calls = calls
+        self._clock = clock
+        self._journal = journal
+        self._limits = limits
+        self._running: tuple[ReduceRequest, asyncio.Task[ReduceReply]] | None = None
+
+    async def freeze(self, request: FreezeRequest) -> FreezeReply:
+        """Add nothing sent in this attempt or before, and say what is held."""
+        await self._reach(request.key)
+        await self.reopen(request.key, request.attempt)
+
+        def job() -> FreezeReply:
+            book = self._seat.open_book(request.key, self._module.drop_gradient)
+            return FreezeReply(session=self._seat.contact.session, held=book.freeze(request.attempt))
+
+        return await self._executor.run(Priority.CONTROL, job)
+
+    async def drop(self, request: DropRequest) -> None:
+        """Throw the step's gradient away.  Repeatable."""
+        await self._reach(request.key)
+        await self.reopen(request.key, request.attempt + 1)
+
+        def job() -> None:
+            book = self._seat.open_book(request.key, self._module.drop_gradient)
+            book.drop(request.attempt)
+            self._module.drop_gradient()
+
+        await self._executor.run(Priority.CONTROL, job)
+
+    async def reduce(self, request: ReduceRequest) -> ReduceReply:
+        """Take part in an all-reduce.  The same request again joins the one that runs, or repeats its result."""
+        await self._reach(request.key)
+        if self._running is None or self._running[0] != request:
+            await self.close()
+            self._running = (request, asyncio.create_task(self._reduce(request)))
+        return await asyncio.shield(self._running[1])
+
+    async def reopen(self, key: StepKey, attempt: int) -> None:
+        """End a reduce of an earlier attempt, step or lead: nothing may change the sum while it is read."""
+        if self._running is not None:
+            running = self._running[0]
+            if running.key != key or running.attempt < attempt:
+                await self.close()
+
+    async def close(self) -> None:
+        """End the reduce that runs, if any."""
+        if self._running is None:
+            return
+        task = self._running[1]
+        self._running = None
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._journal.record("reduce_ended", reason=str(error))
+
+    async def _reduce(self, request: ReduceRequest) -> ReduceReply:
+        mine = [m for m in request.members if m.contact == self._seat.contact]
+        if len(mine) != 1:
+            raise BadRequest("this life of the peer is no member of the group")
+
+        def take() -> tuple[Any, int]:
+            book = self._seat.open_book(request.key, self._module.drop_gradient)
+            if book.contribute(request.attempt, mine[0].microbatches, mine[0].tokens):
+                book.drop(request.attempt)
+                self._module.drop_gradient()
+            return self._module.gradient_sum(), book.samples
+
+        gradient_sum, samples = await self._executor.run(Priority.CONTROL, take)
+        try:
+            async with asyncio.timeout(request.deadline_seconds):
+                mean = await self._averager.reduce(request, gradient_sum)
+        except (ReduceFailed, TimeoutError) as error:
+            missed = error.unreachable if isinstance(error, ReduceFailed) else ()
+            reason = str(error) or "no result before the deadline"
+            unreachable = tuple(PeerId(peer) for peer in missed)
+            return ReduceReply(reduced=None, samples=samples, unreachable=unreachable, reason=reason)
+
+        def keep() -> ReducedMark:
+            self._seat.confirm(request.key)
+            digest, squared_norm = self._module.set_reduced(mean)
+            mark = ReducedMark(attempt=request.attempt, digest=digest, squared_norm=squared_norm)
+            self._seat.keep_reduced(mark)
+            return mark
+
+        mark = await self._executor.run(Priority.CONTROL, keep)
+        self._seat.touch()
+        return ReduceReply(reduced=mark, samples=samples, unreachable=(), reason="")
+
+    async def adopt(self, request: AdoptRequest) -> ReducedMark:
+        """Fetch the group's result instead of reducing.  Raises Retryable if no donor gives it."""
+        await self._reach(request.key)
+        return await self.fetch_reduced(request.key, request.stage_commit, request.donors)
+
+    async def fetch_reduced(self, key: StepKey, wanted: StageCommit, donors: tuple[Contact, ...]) -> ReducedMark:
+        """Get and keep the averaged gradient whose digest is ``wanted``'s, from the first donor that gives it."""
+        problems: list[str] = []
+        for donor in donors:
+            if donor.peer == self._seat.contact.peer:
+                continue
+            try:
+                data = await self._download(donor, key, wanted)
+                return await self._executor.run(Priority.CONTROL, partial(self._load, key, wanted, data))
+            except (Retryable, Refused) as error:
+                problems.append(f"{donor.peer}: {error}")
+        raise PeerFailed("no donor gave the reduced gradient: " + ("; ".join(problems) or "there is none"))
+
+    async def _download(self, donor: Contact, key: StepKey, wanted: StageCommit) -> bytearray:
+        request = GradientRequest(run=key.run, stage=key.stage, parent=key.lineage, digest=wanted.digest)
+        data = bytearray()
+        chunks = await self._calls.fetch_gradient(donor, request, self._limits.reduce_floor_seconds)
+        async for chunk in chunks:
+            data += chunk
+            if len(data) > self._module.gradient_bytes:
+                raise BadReply(f"more than the {self._module.gradient_bytes} bytes of a gradient")
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != wanted.digest:
+            raise BadReply(f"reduced gradient has digest {digest[:12]}, not {wanted.digest[:12]}")
+        return data
+
+    def _load(self, key: StepKey, wanted: StageCommit, data: bytearray) -> ReducedMark:
+        self._seat.confirm(key)
+        try:
+            digest, squared_norm = self._module.load_reduced(data)
+        except ValueError as error:
+            raise BadReply(str(error)) from None
+        mark = ReducedMark(attempt=wanted.attempt, digest=digest, squared_norm=squared_norm)
+        self._seat.keep_reduced(mark)
+        return mark
+
+    async def _reach(self, key: StepKey) -> None:
+        await self._seat.reach(key, self._clock.now() + self._limits.control_seconds)

@@ -1,0 +1,162 @@
+"""How a trainer becomes the lead: raise the term everywhere, read what peers hold, complete what was committed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from swarm.config import RunConfig
+from swarm.errors import StateLost, Superseded
+from swarm.ids import PeerId, SessionId
+from swarm.messages import PeerReport
+from swarm.ports import Clock, CommitLog, Directory, Journal
+from swarm.records import CommitRecord, LeadRecord, Lineage, PeerState, Term
+from swarm.roles.lead import Lead
+from swarm.roles.roster import Roster
+
+LEASE_RENEW_SECONDS = 3.0
+LEASE_WATCH_SECONDS = 2.5 * LEASE_RENEW_SECONDS
+"""How long another trainer's lease is watched: if its counter stands still on this process's own clock, it is dead."""
+POLL_SECONDS = 0.5
+
+
+class Lease:
+    """The lead's record on the DHT: a hint to others, and what a newcomer reads the term from."""
+
+    def __init__(
+        self, *, config: RunConfig, trainer: PeerId, session: SessionId, directory: Directory, clock: Clock
+    ) -> None:
+        self._run = config.hash
+        self._config = config
+        self._trainer = trainer
+        self._session = session
+        self._directory = directory
+        self._clock = clock
+        self._counter = 0
+
+    async def last_term(self) -> int:
+        """The greatest term number known from the lease.  Raises Superseded if another trainer renews it."""
+        seen = await self._directory.lead(self._run)
+        if seen is None:
+            return 0
+        if seen.trainer != self._trainer:
+            deadline = self._clock.now() + LEASE_WATCH_SECONDS
+            while self._clock.now() < deadline:
+                await self._clock.sleep(POLL_SECONDS)
+                now = await self._directory.lead(self._run)
+                if now is not None and (now.session, now.counter) != (seen.session, seen.counter):
+                    raise Superseded(
+                        f"trainer {now.trainer} leads run '{self._config.run.name}' (term {now.term.number}); stop it "
+                        "first, or start this one under another run name"
+                    )
+        return seen.term.number
+
+    async def renew(self, term: Term, lineage: Lineage) -> None:
+        """Publish the lease once."""
+        self._counter += 1
+        await self._directory.renew_lead(
+            LeadRecord(
+                trainer=self._trainer,
+                session=self._session,
+                run=self._run,
+                term=term,
+                counter=self._counter,
+                lineage=lineage,
+            )
+        )
+
+
+class Takeover:
+    """Finds the lineage to go on from, and brings one peer of every stage to it."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        trainer: PeerId,
+        roster: Roster,
+        log: CommitLog,
+        clock: Clock,
+        journal: Journal,
+        state_timeout_seconds: float,
+    ) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._roster = roster
+        self._log = log
+        self._clock = clock
+        self._journal = journal
+        self._state_timeout_seconds = state_timeout_seconds
+
+    async def raise_term(self, last_known: int) -> tuple[Term, list[PeerReport]]:
+        """A term that every reachable peer follows, and what they hold, once each stage has an answer."""
+        number = last_known + 1
+        told: set[int] = set()
+        while True:
+            self._roster.term = Term(number, self._trainer)
+            try:
+                await self._roster.refresh()
+                reports = await self._greet_all()
+            except Superseded:
+                number += 1  # the lease was lost or old; peers know better
+                continue
+            missing = set(range(len(self._roster.stages))) - {report.stage for report in reports}
+            if not missing:
+                return self._roster.term, reports
+            for stage in sorted(missing - told):
+                self._journal.record("stage_empty", stage=stage)
+            told |= missing
+            await self._clock.sleep(POLL_SECONDS)
+
+    async def _greet_all(self) -> list[PeerReport]:
+        members = [m for stage in self._roster.stages for m in stage.values()]
+        reports = await asyncio.gather(*(self._roster.greet(m) for m in members))
+        return [report for report in reports if report is not None]
+
+    async def settle(self, lead: Lead, reports: list[PeerReport]) -> tuple[Lineage, list[CommitRecord]]:
+        """The lineage that the run goes on from and all commits known of it.
+
+        If any peer has applied a step, that commit is completed at the others.  Raises StateLost if a committed
+        state is not brought together again within the state time-out.
+        """
+        logged = self._log.read()
+        deadline = self._clock.now() + self._state_timeout_seconds
+        while True:
+            best = max((report.lineage for report in reports), key=lambda lineage: lineage.rank())
+            history = self._history(best, logged, reports)
+            if history and best.length >= len(logged):
+                await self._complete(lead, best, history[-1], reports)
+            self._roster.lineage = best
+            await self._greet_all()
+            empty = self._roster.empty_stages()
+            if not empty and best.length >= len(logged):
+                return best, history
+            if self._clock.now() > deadline:
+                step = max(best.length, len(logged))
+                stage = empty[0] if empty else min(r.stage for r in reports)
+                raise StateLost(
+                    f"stage {stage}: no peer holds the state after step {step - 1} of run '{self._config.run.name}' "
+                    f"(best found: {best.length} of {step} committed steps)"
+                )
+            self._roster.lineage = None
+            await self._clock.sleep(POLL_SECONDS)
+            await self._roster.refresh()
+            reports = await self._greet_all() or reports
+
+    async def _complete(self, lead: Lead, best: Lineage, last: CommitRecord, reports: list[PeerReport]) -> None:
+        """Apply the last commit at whoever is one behind; whoever applied it may still keep its gradient."""
+        parent = next((r.lineage for r in reports if r.lineage.length == last.step), None)
+        if last.step != best.length - 1 or parent is None or parent.after(last) != best:
+            return
+        donors = [
+            tuple(m.contact for m in stage.values() if m.lineage == best and m.state is PeerState.READY)
+            for stage in self._roster.stages
+        ]
+        await lead.apply(last, parent, donors)
+
+    def _history(self, best: Lineage, logged: list[CommitRecord], reports: list[PeerReport]) -> list[CommitRecord]:
+        """Commits in order of step: the log's, and after them what peers still know."""
+        known = {commit.step: commit for commit in logged}
+        for report in reports:
+            if report.lineage == best:
+                known.update({commit.step: commit for commit in report.commits})
+        return [known[step] for step in sorted(known) if step < best.length]

@@ -1,0 +1,269 @@
+"""The trainer: owns the data, carries the microbatches of each step through the swarm, and leads its close."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swarm.config import RunConfig
+from swarm.errors import StateLost
+from swarm.ids import MicrobatchId, PeerId, SessionId
+from swarm.policy.deadlines import LAN, Limits
+from swarm.policy.sizes import stage_parameters
+from swarm.ports import Batches, Clock, CommitLog, Directory, Journal, StageCalls
+from swarm.records import CommitRecord, Lineage, Term
+from swarm.roles.closing import StageClose, StageResult
+from swarm.roles.fences import Fences
+from swarm.roles.lead import Lead
+from swarm.roles.ledger import Counts, Ledger, Passage
+from swarm.roles.pipeline import Pipeline
+from swarm.roles.roster import Roster
+from swarm.roles.takeover import LEASE_RENEW_SECONDS, Lease, Takeover
+
+RUN_RENEW_SECONDS = 20.0
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a run has done so far, for the screen and the report."""
+
+    lineage: Lineage | None = None
+    commits: list[CommitRecord] = field(default_factory=list)
+    counts: Counts = field(default_factory=Counts)
+    samples: dict[int, list[int]] = field(default_factory=dict)
+    """Sequences in each stage's gradient by step, as the peers held them at the reduce."""
+    step_seconds: dict[int, float] = field(default_factory=dict)
+    phase_seconds: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Of each step: compute, close (freeze, repairs and all-reduce), apply."""
+
+
+class Trainer:
+    """One trainer, which leads."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        trainer: PeerId,
+        session: SessionId,
+        calls: StageCalls,
+        directory: Directory,
+        batches: Batches,
+        log: CommitLog,
+        clock: Clock,
+        journal: Journal,
+        state_timeout_seconds: float,
+        limits: Limits = LAN,
+        on_step: Callable[[CommitRecord], None] | None = None,
+    ) -> None:
+        self.progress = Progress()
+        self.roster = Roster(
+            config=config, calls=calls, directory=directory, clock=clock, journal=journal, limits=limits
+        )
+        self._config = config
+        self._trainer = trainer
+        self._session = session
+        self._calls = calls
+        self._directory = directory
+        self._batches = batches
+        self._log = log
+        self._clock = clock
+        self._journal = journal
+        self._limits = limits
+        self._state_timeout_seconds = state_timeout_seconds
+        self._on_step = on_step
+
+    async def run(self, steps: int) -> None:
+        """Train until ``steps`` are committed in all.
+
+        Raises Superseded, StateLost or RunFailed (possibly within an ExceptionGroup).
+        """
+        lease = Lease(
+            config=self._config,
+            trainer=self._trainer,
+            session=self._session,
+            directory=self._directory,
+            clock=self._clock,
+        )
+        await self._directory.publish_run(self._config)
+        last_term = await lease.last_term()
+        async with asyncio.TaskGroup() as tasks:
+            publishing = tasks.create_task(self._renew_run(), name="renew the run's config")
+            lead, term = await self._take_over(last_term)
+            background = [
+                publishing,
+                tasks.create_task(self.roster.watch(), name="watch the directory"),
+                tasks.create_task(self._renew_lease(lease, term), name="renew the lease"),
+                tasks.create_task(self._watch_stages(), name="watch for empty stages"),
+                tasks.create_task(lead.help_behind(), name="bring peers along"),
+            ]
+            while (lineage := self._lineage()).length < steps:
+                await self._step(lead, term, lineage)
+            for task in background:
+                task.cancel()
+
+    def _lineage(self) -> Lineage:
+        if self.progress.lineage is None:
+            raise AssertionError("not the lead yet")
+        return self.progress.lineage
+
+    async def _take_over(self, last_term: int) -> tuple[Lead, Term]:
+        takeover = Takeover(
+            config=self._config,
+            trainer=self._trainer,
+            roster=self.roster,
+            log=self._log,
+            clock=self._clock,
+            journal=self._journal,
+            state_timeout_seconds=self._state_timeout_seconds,
+        )
+        logged = self._log.read()
+        term, reports = await takeover.raise_term(max([last_term, *(c.term.number for c in logged)]))
+        lead = Lead(
+            config=self._config,
+            term=term,
+            roster=self.roster,
+            calls=self._calls,
+            journal=self._journal,
+            limits=self._limits,
+        )
+        lineage, history = await takeover.settle(lead, reports)
+        for commit in history[len(logged) :]:
+            self._log.append(commit)
+        self.progress.lineage, self.progress.commits = lineage, history
+        self._journal.record("leads", term=term.number, version=lineage.length)
+        return lead, term
+
+    # --- one step -------------------------------------------------------------------
+
+    async def _step(self, lead: Lead, term: Term, lineage: Lineage) -> None:
+        started = self._clock.now()
+        ledger = Ledger(len(self.roster.stages))
+        fences = Fences(
+            run=self._config.hash,
+            term=term,
+            lineage=lineage,
+            ledger=ledger,
+            roster=self.roster,
+            calls=self._calls,
+            journal=self._journal,
+            limits=self._limits,
+        )
+        pipeline = Pipeline(
+            run=self._config.hash,
+            term=term,
+            lineage=lineage,
+            ledger=ledger,
+            roster=self.roster,
+            fences=fences,
+            calls=self._calls,
+            clock=self._clock,
+            journal=self._journal,
+            limits=self._limits,
+            counts=self.progress.counts,
+        )
+        await self._compute(lineage.length, ledger, pipeline)
+        computed = self._clock.now()
+        results = await self._close(ledger, fences, pipeline)
+        closed = self._clock.now()
+        commit = lead.decide(lineage, ledger, results)
+        await lead.apply(commit, lineage, [result.donors for result in results])
+        applied = self._clock.now()
+        self._committed(commit, lineage, results)
+        self.progress.step_seconds[commit.step] = applied - started
+        self.progress.phase_seconds[commit.step] = {
+            "compute": computed - started,
+            "close": closed - computed,
+            "apply": applied - closed,
+        }
+        self._journal.record("step", step=commit.step, loss=commit.loss, seconds=applied - started)
+        if self._on_step is not None:
+            self._on_step(commit)
+
+    async def _compute(self, step: int, ledger: Ledger, pipeline: Pipeline) -> None:
+        for stage in self.roster.stages:
+            for member in stage.values():
+                member.lane.outstanding_units = 0.0
+        window = asyncio.Semaphore(self._window())
+
+        async def one(passage: Passage) -> None:
+            async with window:
+                await pipeline.train(passage)
+
+        async with asyncio.TaskGroup() as tasks:
+            for index in range(self._config.step.microbatches):
+                inputs, targets, tokens = self._batches.microbatch(step, MicrobatchId(index))
+                passage = Passage(microbatch=MicrobatchId(index), tokens=tokens)
+                passage.inputs[0] = inputs
+                passage.seeds[len(self.roster.stages) - 1] = targets
+                ledger.passages[passage.microbatch] = passage
+                tasks.create_task(one(passage))
+
+    def _window(self) -> int:
+        """Microbatches in flight: two per peer keep every queue filled, one per stage is on its way."""
+        peers = sum(len(self.roster.eligible(stage)) for stage in range(len(self.roster.stages)))
+        return max(4, 2 * peers + len(self.roster.stages))
+
+    async def _close(self, ledger: Ledger, fences: Fences, pipeline: Pipeline) -> list[StageResult]:
+        """All stages at once.  A repair may exclude a microbatch: then every stage closes again without it."""
+        closes = [
+            StageClose(
+                stage=stage,
+                ledger=ledger,
+                roster=self.roster,
+                fences=fences,
+                pipeline=pipeline,
+                calls=self._calls,
+                journal=self._journal,
+                limits=self._limits,
+                gradient_bytes=4 * stage_parameters(self._config.model, stage),
+            )
+            for stage in range(len(self.roster.stages))
+        ]
+        while True:
+            excluded = set(ledger.excluded)
+            async with asyncio.TaskGroup() as tasks:
+                running = [tasks.create_task(close.run()) for close in closes]
+            if ledger.excluded == excluded:
+                return [task.result() for task in running]
+            for stage in range(len(closes)):
+                ledger.attempts[stage] += 1
+
+    def _committed(self, commit: CommitRecord, parent: Lineage, results: list[StageResult]) -> None:
+        self._log.append(commit)
+        self.progress.commits.append(commit)
+        self.progress.samples[commit.step] = [result.samples for result in results]
+        self.progress.lineage = parent.after(commit)
+
+    # --- beside the steps --------------------------------------------------------------
+
+    async def _renew_lease(self, lease: Lease, term: Term) -> None:
+        while True:
+            await lease.renew(term, self._lineage())
+            await self._clock.sleep(LEASE_RENEW_SECONDS)
+
+    async def _renew_run(self) -> None:
+        while True:
+            await self._clock.sleep(RUN_RENEW_SECONDS)
+            await self._directory.publish_run(self._config)
+
+    async def _watch_stages(self) -> None:
+        """Say which stage is empty; give the run up when a committed state stays away too long."""
+        since: dict[int, float] = {}
+        while True:
+            now = self._clock.now()
+            empty = set(self.roster.empty_stages())
+            for stage in empty - since.keys():
+                since[stage] = now
+                self._journal.record("stage_empty", stage=stage)
+            for stage in since.keys() - empty:  # a copy, so that it may shrink
+                self._journal.record("stage_back", stage=stage, seconds=now - since.pop(stage))
+            committed = self._lineage().length
+            for stage, start in since.items():
+                if committed and now - start > self._state_timeout_seconds:
+                    raise StateLost(
+                        f"stage {stage} has had no peer for {now - start:.0f} s: the state after step {committed - 1} "
+                        f"of run '{self._config.run.name}' is held by nobody that can be reached"
+                    )
+            await self._clock.sleep(1.0)

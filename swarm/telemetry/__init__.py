@@ -1,0 +1,1 @@
+"""What people see of a run: event journal, screen, report, plot, logs."""

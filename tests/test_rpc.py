@@ -1,0 +1,461 @@
+"""gRPC between a client and a server on loopback: what arrives, what is refused, and when calls end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
+
+from swarm.errors import (
+    BadReply,
+    Busy,
+    CannotJoin,
+    Draining,
+    NeedsInput,
+    PeerFailed,
+    Refused,
+    Retryable,
+    Stale,
+    TimedOut,
+    Unreachable,
+    WrongRun,
+)
+from swarm.ids import MicrobatchId, PeerId, SessionId
+from swarm.messages import (
+    AdoptRequest,
+    ApplyRequest,
+    BackwardRequest,
+    Contact,
+    DropRequest,
+    FreezeRequest,
+    GradientRequest,
+    Greeting,
+    GroupMember,
+    ReduceRequest,
+    StateRequest,
+    VoidRequest,
+)
+from swarm.ports import StageCalls, StageService
+from swarm.rpc.channels import Channels
+from swarm.rpc.client import GrpcStageCalls
+from swarm.rpc.complaints import Complaints
+from swarm.rpc.handlers import Limits
+from swarm.rpc.options import CHANNEL_OPTIONS, SERVICE, call_metadata, path
+from swarm.rpc.server import StageServer
+from swarm.tensors import ITEM_BYTES
+from swarm.wire import frames, heads
+from swarm.wire.v1 import stage_pb2 as pb
+from tests.stage_double import (
+    COMMIT,
+    DIGEST,
+    KEY,
+    LINEAGE,
+    MARK,
+    PEER,
+    RUN,
+    SESSION,
+    STAGE_COMMIT,
+    TERM,
+    EchoStage,
+    call,
+    forward_request,
+    report,
+    served,
+    tensor,
+)
+
+pytestmark = pytest.mark.fast
+
+T = TypeVar("T")
+
+GREETING = Greeting(run=RUN, term=TERM)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    async def limited() -> T:
+        async with asyncio.timeout(60):
+            return await main
+
+    return asyncio.run(limited())
+
+
+def test_adapters_fit_the_ports() -> None:
+    calls: StageCalls = GrpcStageCalls()
+    service: StageService = EchoStage()
+    assert calls is not service
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 5), (2, 3, 8)])
+def test_tensors_keep_their_bytes(dtype: str, shape: tuple[int, ...]) -> None:
+    async def main() -> None:
+        size = ITEM_BYTES[dtype]
+        for extent in shape:
+            size *= extent
+        # Any bytes: NaNs with a payload and negative zeros among them.
+        sent = tensor(bytes(255 - i % 256 for i in range(size)), dtype, shape)
+        async with served(EchoStage()) as (calls, to):
+            received = await calls.forward(to, forward_request(sent))
+            assert received.spec == sent.spec
+            assert bytes(received.data) == sent.data
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1, 40_000_000])
+def test_any_size_works_with_default_settings(size: int) -> None:
+    async def main() -> None:
+        pattern = bytes(range(251))
+        sent = tensor((pattern * (size // 251 + 1))[:size])
+        async with served(EchoStage()) as (calls, to):
+            received = await calls.forward(to, forward_request(sent))
+            assert received.data == sent.data
+
+    run(main())
+
+
+def test_backward_with_and_without_input() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        seed, inputs = tensor(bytes(16), "int64", (1, 2)), tensor(bytes(3 << 20), "bfloat16", (3, 1 << 19))
+        async with served(stage) as (calls, to):
+            with_inputs = BackwardRequest(call=call(), inputs=inputs, seed=seed, tokens=2)
+            reply = await calls.backward(to, with_inputs)
+            assert reply.input_gradient == inputs
+            assert (reply.loss, reply.accumulated) == (2.5, True)
+            without = BackwardRequest(call=call(), inputs=None, seed=seed, tokens=2, accumulate=False)
+            reply = await calls.backward(to, without)
+            assert (reply.input_gradient, reply.accumulated) == (None, False)
+            assert stage.received == [with_inputs, without]
+            assert [kind for kind, _ in stage.admitted] == ["backward", "backward"]
+
+    run(main())
+
+
+def test_control_calls() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        async with served(stage) as (calls, to):
+            void = VoidRequest(key=KEY, microbatch=MicrobatchId(3), below_try=2)
+            freeze = FreezeRequest(key=KEY, attempt=1)
+            drop = DropRequest(key=KEY, attempt=1)
+            member = GroupMember(contact=to, microbatches=(MicrobatchId(1),), tokens=5)
+            reduce = ReduceRequest(key=KEY, attempt=1, members=(member,), total_tokens=5, deadline_seconds=3)
+            adopt = AdoptRequest(key=KEY, stage_commit=STAGE_COMMIT, donors=(to,))
+            apply = ApplyRequest(key=KEY, commit=COMMIT, donors=(to,))
+            assert (await calls.void(to, void, 5)).held
+            assert await calls.greet(to, GREETING, 5) == report()
+            assert (await calls.freeze(to, freeze, 5)).held[0].tokens == 128
+            await calls.drop(to, drop, 5)
+            assert (await calls.reduce(to, reduce, 5)).unreachable == (PEER,)
+            assert await calls.adopt(to, adopt, 5) == MARK
+            assert (await calls.apply(to, apply, 5)).lineage == LINEAGE.after(COMMIT)
+            assert stage.heard == [void, GREETING, freeze, drop, reduce, adopt, apply]
+
+    run(main())
+
+
+def test_bfloat16_takes_two_bytes_a_value() -> None:
+    async def main() -> None:
+        values = 1 << 18
+        request = forward_request(tensor(bytes(2 * values), "bfloat16", (values,)))
+        async with served(EchoStage()) as (calls, to), _counting(to) as (counted, counts):
+            await calls.forward(counted, request)
+            for count in counts.values():
+                assert 2 * values < count < 2.02 * values
+
+    run(main())
+
+
+def test_a_large_state_flows_with_bounded_memory() -> None:
+    async def main() -> None:
+        chunk = bytes(8 << 20)
+        stage = EchoStage(state_chunks=(chunk,), state_repeats=48)
+        async with served(stage) as (calls, to):
+            process = psutil.Process()
+            before = process.memory_info().rss
+            head, data = await calls.fetch_state(to, StateRequest(run=RUN, stage=1), 10)
+            received, most, digest = 0, 0, hashlib.sha256()
+            async for part in data:
+                received += len(part)
+                if received % (32 << 20) == 0:
+                    most = max(most, process.memory_info().rss)
+                digest.update(part)
+            assert received == head.total_bytes == 48 * len(chunk)
+            assert head.commits == (COMMIT,)
+            assert digest.digest() == hashlib.sha256(chunk * 48).digest()
+            assert most - before < received / 4
+            assert stage.closed.is_set()
+
+    run(main())
+
+
+def test_a_state_of_another_length_than_declared_is_a_bad_reply() -> None:
+    async def main() -> None:
+        for declared in (9, 11):
+            stage = EchoStage(state_chunks=(b"0123456789",), state_bytes=declared)
+            async with served(stage) as (calls, to):
+                _, data = await calls.fetch_state(to, StateRequest(run=RUN, stage=1), 10)
+                with pytest.raises(BadReply, match="10 bytes of the declared"):
+                    async for _ in data:
+                        pass
+
+    run(main())
+
+
+def test_a_donor_that_stops_sending_times_out_and_is_cancelled() -> None:
+    async def main() -> None:
+        stage = EchoStage(state_chunks=(b"0123456789",))
+        stage.gate.clear()
+        async with served(stage) as (calls, to):
+            request = GradientRequest(run=RUN, stage=1, parent=LINEAGE, digest=DIGEST)
+            data = await calls.fetch_gradient(to, request, 0.2)
+            assert await anext(data) == b"0123456789"
+            with pytest.raises(TimedOut):
+                await anext(data)
+            await stage.closed.wait()
+
+    run(main())
+
+
+def test_a_fetcher_that_stops_reading_does_not_hold_the_donor() -> None:
+    async def main() -> None:
+        stage = EchoStage(state_chunks=(bytes(8 << 20),), state_repeats=100)
+        async with served(stage, Limits(stall_seconds=0.2)) as (calls, to):
+            _, data = await calls.fetch_state(to, StateRequest(run=RUN, stage=1), 10)
+            await stage.closed.wait()
+            with pytest.raises(TimedOut):
+                async for _ in data:
+                    pass
+
+    run(main())
+
+
+def test_a_refusal_of_a_fetch_comes_before_the_iterator() -> None:
+    async def main() -> None:
+        async with served(EchoStage(failure=Stale("too old"))) as (calls, to):
+            with pytest.raises(Stale, match="too old"):
+                await calls.fetch_gradient(to, GradientRequest(run=RUN, stage=1, parent=LINEAGE, digest=DIGEST), 5)
+            with pytest.raises(Stale, match="too old"):
+                await calls.fetch_state(to, StateRequest(run=RUN, stage=1), 5)
+
+    run(main())
+
+
+# --- deadlines and cancellation ---------------------------------------------------
+
+
+def test_a_deadline_that_passes_in_the_queue_cancels_the_work() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        stage.gate.clear()
+        async with served(stage) as (calls, to):
+            with pytest.raises(TimedOut):
+                await calls.forward(to, forward_request(tensor(b"abc"), deadline_seconds=0.2))
+            await stage.cancelled.wait()
+            assert stage.admitted[0][1] == pytest.approx(0.2)
+
+    run(main())
+
+
+def test_the_deadline_in_the_head_holds_without_one_of_grpc() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        stage.gate.clear()
+        async with served(stage) as (_, to), grpc.aio.insecure_channel(to.endpoint) as channel:
+            request = forward_request(tensor(b"abc"), deadline_seconds=0.2)
+            stream: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path("Forward"))
+            sent = stream(
+                iter([frames.encode(heads.to_forward(request), request.inputs.data)]), metadata=call_metadata(to)
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await sent.read()
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await stage.cancelled.wait()
+
+    run(main())
+
+
+def test_cancelling_the_caller_cancels_the_work() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        stage.gate.clear()
+        async with served(stage) as (calls, to):
+            task = asyncio.create_task(calls.forward(to, forward_request(tensor(b"abc"))))
+            await stage.entered.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await stage.cancelled.wait()
+
+    run(main())
+
+
+def test_closing_the_client_ends_its_calls() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        stage.gate.clear()
+        async with served(stage) as (calls, to):
+            task = asyncio.create_task(calls.forward(to, forward_request(tensor(b"abc"))))
+            await stage.entered.wait()
+            await calls.close()
+            with pytest.raises(Unreachable):
+                await task
+            with pytest.raises(Unreachable):
+                await calls.greet(to, GREETING, 5)
+
+    run(main())
+
+
+def test_stopping_the_server_ends_calls_and_the_next_life_is_reached() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        stage.gate.clear()
+        server = StageServer(stage, peer=PEER, session=SESSION)
+        port = await server.start("127.0.0.1:0")
+        to = Contact(peer=PEER, session=SESSION, endpoint=f"127.0.0.1:{port}")
+        calls = GrpcStageCalls()
+        task = asyncio.create_task(calls.forward(to, forward_request(tensor(b"abc"))))
+        await stage.entered.wait()
+        await server.stop(0)
+        with pytest.raises(Unreachable):
+            await task
+        with pytest.raises(Unreachable):
+            await calls.greet(to, GREETING, 5)
+        next_life = SessionId("f" * 16)
+        server = StageServer(EchoStage(), peer=PEER, session=next_life)
+        assert await server.start(f"127.0.0.1:{port}") == port
+        # The same client gets through once its pause after the failed attempt is over; well within 2 s.
+        async with asyncio.timeout(2):
+            while True:
+                try:
+                    await calls.greet(replace(to, session=next_life), GREETING, 5)
+                    break
+                except Unreachable:
+                    await asyncio.wait_for(asyncio.shield(_tick()), None)
+        with pytest.raises(WrongRun, match="swarm-session"):
+            await calls.greet(to, GREETING, 5)
+        await calls.close()
+        await server.stop(0)
+
+    run(main())
+
+
+async def _tick() -> None:
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.01, done.set_result, None)
+    await done
+
+
+def test_nobody_there_is_unreachable_at_once() -> None:
+    async def main() -> None:
+        with socket.socket() as unused:
+            unused.bind(("127.0.0.1", 0))
+            endpoint = f"127.0.0.1:{unused.getsockname()[1]}"
+            calls = GrpcStageCalls()
+            async with asyncio.timeout(2):
+                with pytest.raises(Unreachable):
+                    await calls.greet(Contact(peer=PEER, session=SESSION, endpoint=endpoint), GREETING, 30)
+            for malformed in ("unix:80", "nowhere", "a:1,b:2"):
+                with pytest.raises(Unreachable, match="HOST:PORT"):
+                    await calls.greet(Contact(peer=PEER, session=SESSION, endpoint=malformed), GREETING, 30)
+            await calls.close()
+
+    run(main())
+
+
+def test_pings_do_not_make_the_server_hang_up() -> None:
+    """A client that pings every 20 ms during a long call ends by its deadline; default servers hang up (GOAWAY)."""
+
+    async def main() -> None:
+        stage = EchoStage()
+        stage.gate.clear()
+        fast = (("grpc.keepalive_time_ms", 20), ("grpc.keepalive_timeout_ms", 5000))
+        options = fast + tuple(option for option in CHANNEL_OPTIONS if option[0] not in dict(fast))
+        calls = GrpcStageCalls(options=options)
+        async with served(stage) as (_, to):
+            with pytest.raises(TimedOut):
+                await calls.forward(to, forward_request(tensor(b"abc"), deadline_seconds=0.8))
+            await calls.close()
+
+    run(main())
+
+
+# --- refusals ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [Busy(1.25), Draining("leaving"), Stale("at 7"), NeedsInput("gone")])
+@pytest.mark.parametrize("size", [10, 1 << 20, 6 << 20])
+def test_a_refusal_comes_before_the_tensor_and_is_never_lost(error: Refused, size: int) -> None:
+    """Also while the client is still sending, where grpc.aio alone loses the status half of the time."""
+
+    async def main() -> None:
+        stage = EchoStage(refusal=error)
+        request = forward_request(tensor(bytes(size)))
+        async with served(stage) as (calls, to):
+            for _ in range(20):
+                with pytest.raises(type(error)) as caught:
+                    await calls.forward(to, request)
+                assert vars(caught.value) == vars(error)
+                assert str(caught.value) == str(error)
+            assert len(stage.admitted) == 20
+            assert stage.received == []
+
+    run(main())
+
+
+def test_a_refused_tensor_is_not_sent() -> None:
+    async def main() -> None:
+        size = 64 << 20
+        request = forward_request(tensor(bytes(size)))
+        async with served(EchoStage(refusal=Busy(1.0))) as (calls, to), _counting(to) as (counted, counts):
+            with pytest.raises(Busy):
+                await calls.forward(counted, request)
+            assert counts["to server"] < size / 4
+
+    run(main())
+
+
+def test_a_call_over_the_limit_is_busy_and_control_calls_get_through() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        async with served(stage, Limits(max_receiving=4, busy_retry_seconds=0.5)) as (calls, to):
+            async with AsyncExitStack() as stack:
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(to.endpoint))
+                stream: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path("Forward"))
+                request = forward_request(tensor(bytes(2 << 20)))
+                begun = []
+                for _ in range(4):
+                    one = stream(metadata=call_metadata(to))
+                    await one.write(frames.encode(heads.to_forward(request), b""))
+                    begun.append(one)
+                await _until(lambda: len(stage.admitted) == 4)
+                # Four hold the places and send no more; sixty others are told at once, none is let in.
+                outcomes = await asyncio.gather(
+                    *(calls.forward(to, request) for _ in range(60)), return_exceptions=True
+                )
+                assert {type(outcome) for outcome in outcomes} == {Busy}
+                assert all(isinstance(o, Busy) and o.retry_after_seconds == 0.5 for o in outcomes)
+                assert len(stage.admitted) == 4
+                assert await calls.greet(to, GREETING, 5) == report()
+                for one in begun:
+                    one.cancel()
+            # The places are free again.
+            await _until(lambda: asyncio.all_tasks() is not None and _accepts(calls, to))
+            assert (await calls.forward(to, request)).spec == request.inputs.spec
+
+    async def _until_ok() -> None: ...
+
+    run(main())
