@@ -37,8 +37,8 @@ from swarm.messages import (
 )
 from swarm.records import CommitRecord, Lineage, PeerState, StageCommit, Term
 from swarm.rpc.client import GrpcStageCalls
-from swarm.rpc.handlers import Limits
-from swarm.rpc.server import StageServer
+from swarm.rpc.handlers import Limits, SpecCheck
+from swarm.rpc.server import StageServer, any_specs
 from swarm.tensors import Buffer, TensorData, TensorSpec
 
 RUN = RunHash("ab" * 32)
@@ -90,6 +90,8 @@ class EchoStage:
     failure: Exception | None = None
     """Raised by all unary methods."""
     admitted: list[tuple[str, float]] = field(default_factory=list)
+    arrivals: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
+    """Released once for each call that asks to be admitted."""
     received: list[ForwardRequest | BackwardRequest] = field(default_factory=list)
     heard: list[object] = field(default_factory=list)
     state_chunks: tuple[Buffer, ...] = ()
@@ -101,6 +103,7 @@ class EchoStage:
 
     def admit(self, request_kind: str, deadline_seconds: float) -> None:
         self.admitted.append((request_kind, deadline_seconds))
+        self.arrivals.release()
         if self.refusal is not None:
             raise self.refusal
 
@@ -196,24 +199,20 @@ def report() -> PeerReport:
     )
 
 
-def only_width(width: int) -> object:
-    """A check of specs such as a stage makes: activations of one width."""
-
-    def check(kind: str, specs: Mapping[str, TensorSpec]) -> None:
-        for name, spec in specs.items():
-            if spec.shape[-1:] != (width,):
-                raise BadRequest(f"{kind} {name}: shape {list(spec.shape)}, not (B, T, {width})")
-
-    return check
+def width_of_eight(kind: str, specs: Mapping[str, TensorSpec]) -> None:
+    """A check of specs such as a stage makes: activations of one width and dtype."""
+    for name, spec in specs.items():
+        if spec.dtype != "float32" or spec.shape[-1:] != (8,):
+            raise BadRequest(f"{kind} {name}: {spec.dtype} {list(spec.shape)}, not float32 (..., 8)")
 
 
 @asynccontextmanager
 async def served(
-    stage: EchoStage, limits: Limits | None = None, listen: str = "127.0.0.1:0"
+    stage: EchoStage, limits: Limits | None = None, check: SpecCheck = any_specs
 ) -> AsyncIterator[tuple[GrpcStageCalls, Contact]]:
     """A server of ``stage`` on loopback, a client and the contact to call."""
-    server = StageServer(stage, peer=PEER, session=SESSION, limits=limits)
-    port = await server.start(listen)
+    server = StageServer(stage, peer=PEER, session=SESSION, limits=limits, check=check)
+    port = await server.start("127.0.0.1:0")
     calls = GrpcStageCalls()
     try:
         yield calls, Contact(peer=PEER, session=SESSION, endpoint=f"127.0.0.1:{port}")

@@ -398,23 +398,40 @@ def test_announced_address_has_the_real_port() -> None:
     asyncio.run(scenario())
 
 
-def test_a_node_that_lost_all_neighbours_finds_them_again(tmp_path: Path) -> None:
+def test_a_node_that_lost_all_neighbours_finds_them_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        path, port = tmp_path / "identity", free_port()
-        bootstrap = await start_node(identity_path=path, port=port)
-        node = await start_node(join=bootstrap.addresses)
+        # It comes back on another port: p2pd would not dial the old one again for 5 s.
+        path, ports = tmp_path / "identity", [free_port(), free_port()]
+        peer = Identity.load_or_create(path).peer_id
+        bootstrap = await start_node(identity_path=path, port=ports[0])
+        node = await start_node(join=[f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}" for port in ports])
         await bootstrap.close()
         await HivemindDirectory(node).announce(peer_record(node.peer_id))  # finds that nobody answers
         assert node.neighbours == 0
         await node.mend()
+        await node.mend()
         assert node.neighbours == 0
-        bootstrap = await start_node(identity_path=path, port=port)
+        assert ["cut off" in record.getMessage() for record in caplog.records].count(True) == 1
+        bootstrap = await start_node(identity_path=path, port=ports[1])
         await node.mend()
         assert node.neighbours == 1
         await HivemindDirectory(node).announce(peer_record(node.peer_id))
         assert len(await HivemindDirectory(bootstrap).peers(RUN, 0)) == 1
         await node.close()
         await bootstrap.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_founder_finds_those_again_whom_it_met() -> None:
+    async def scenario() -> None:
+        async with nodes(2) as (a, b):
+            await a.mend()  # remembers
+            a.dht.protocol.routing_table.__init__(a.dht.node_id, 20, 5)  # as after an outage that ended
+            assert a.neighbours == 0
+            await a.mend()
+            assert a.neighbours == 1
+            assert b.neighbours == 1
 
     asyncio.run(scenario())
 

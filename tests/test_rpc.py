@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import re
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc
@@ -339,12 +341,7 @@ def test_stopping_the_server_ends_calls_and_the_next_life_is_reached() -> None:
         assert await server.start(f"127.0.0.1:{port}") == port
         # The same client gets through once its pause after the failed attempt is over; well within 2 s.
         async with asyncio.timeout(2):
-            while True:
-                try:
-                    await calls.greet(replace(to, session=next_life), GREETING, 5)
-                    break
-                except Unreachable:
-                    await asyncio.wait_for(asyncio.shield(_tick()), None)
+            assert await _reached(lambda: calls.greet(replace(to, session=next_life), GREETING, 5)) == report()
         with pytest.raises(WrongRun, match="swarm-session"):
             await calls.greet(to, GREETING, 5)
         await calls.close()
@@ -353,10 +350,12 @@ def test_stopping_the_server_ends_calls_and_the_next_life_is_reached() -> None:
     run(main())
 
 
-async def _tick() -> None:
-    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    asyncio.get_running_loop().call_later(0.01, done.set_result, None)
-    await done
+async def _reached(attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    while True:
+        try:
+            return await attempt()
+        except Unreachable:
+            continue
 
 
 def test_nobody_there_is_unreachable_at_once() -> None:
@@ -431,17 +430,15 @@ def test_a_refused_tensor_is_not_sent() -> None:
 def test_a_call_over_the_limit_is_busy_and_control_calls_get_through() -> None:
     async def main() -> None:
         stage = EchoStage()
+        request = forward_request(tensor(bytes(2 << 20)))
         async with served(stage, Limits(max_receiving=4, busy_retry_seconds=0.5)) as (calls, to):
-            async with AsyncExitStack() as stack:
-                channel = await stack.enter_async_context(grpc.aio.insecure_channel(to.endpoint))
+            async with grpc.aio.insecure_channel(to.endpoint) as channel:
                 stream: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path("Forward"))
-                request = forward_request(tensor(bytes(2 << 20)))
                 begun = []
                 for _ in range(4):
-                    one = stream(metadata=call_metadata(to))
-                    await one.write(frames.encode(heads.to_forward(request), b""))
-                    begun.append(one)
-                await _until(lambda: len(stage.admitted) == 4)
+                    begun.append(stream(metadata=call_metadata(to)))
+                    await begun[-1].write(frames.encode(heads.to_forward(request), b""))
+                    await stage.arrivals.acquire()
                 # Four hold the places and send no more; sixty others are told at once, none is let in.
                 outcomes = await asyncio.gather(
                     *(calls.forward(to, request) for _ in range(60)), return_exceptions=True
@@ -452,10 +449,212 @@ def test_a_call_over_the_limit_is_busy_and_control_calls_get_through() -> None:
                 assert await calls.greet(to, GREETING, 5) == report()
                 for one in begun:
                     one.cancel()
-            # The places are free again.
-            await _until(lambda: asyncio.all_tasks() is not None and _accepts(calls, to))
-            assert (await calls.forward(to, request)).spec == request.inputs.spec
-
-    async def _until_ok() -> None: ...
+            output = await _not_busy(lambda: calls.forward(to, request))
+            assert output.spec == request.inputs.spec
 
     run(main())
+
+
+def test_sixty_four_callers_at_once_are_served_or_told_busy() -> None:
+    async def main() -> None:
+        request = forward_request(tensor(bytes(2 << 20)))
+        async with served(EchoStage(), Limits(max_receiving=4)) as (calls, to):
+            async with asyncio.TaskGroup() as group:
+                work = [group.create_task(_not_busy(lambda: calls.forward(to, request))) for _ in range(64)]
+                greeted = await calls.greet(to, GREETING, 10)
+            assert greeted == report()
+            assert all(task.result().data == request.inputs.data for task in work)
+
+    run(main())
+
+
+async def _not_busy(attempt: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    while True:
+        try:
+            return await attempt()
+        except Busy:
+            continue
+
+
+def test_another_peer_life_or_protocol_is_the_wrong_run() -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        request = forward_request(tensor(bytes(2 << 20)))
+        async with served(stage) as (calls, to):
+            for wrong in (replace(to, peer=PeerId("another")), replace(to, session=SessionId("e" * 16))):
+                with pytest.raises(WrongRun, match=r"was called, this is"):
+                    await calls.greet(wrong, GREETING, 5)
+                with pytest.raises(WrongRun, match=r"was called, this is"):
+                    await calls.forward(wrong, request)
+            async with grpc.aio.insecure_channel(to.endpoint) as channel:
+                for metadata, said in (((("swarm-protocol", "99"),), "99"), ((), "none")):
+                    greet: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path("Greet"))
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await greet(b"", metadata=metadata)
+                    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                    assert re.search(f"version {said} at the caller, 1 at the peer", caught.value.details() or "")
+            assert (stage.heard, stage.admitted) == ([], [])
+
+    run(main())
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("secret"), MemoryError("secret"), KeyError("secret")])
+def test_an_unexpected_error_is_logged_once_and_not_told(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        stage = EchoStage(failure=error)
+        async with served(stage) as (calls, to):
+            for _ in range(5):
+                with pytest.raises(PeerFailed) as caught:
+                    await calls.greet(to, GREETING, 5)
+                assert str(caught.value) == "Greet: internal error"
+            stage.failure = None
+            assert await calls.greet(to, GREETING, 5) == report()
+
+    run(main())
+    lines = [record.getMessage() for record in caplog.records if record.name == "swarm.rpc"]
+    assert len(lines) == 1
+    assert lines[0].startswith(f"Greet failed: {type(error).__name__}: ")
+    assert "stage_double.py:" in lines[0]
+    assert "\n" not in lines[0]
+
+
+def test_complaints_say_how_many_were_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    complaints = Complaints(every_seconds=0.0)
+    complaints.note("Greet", ValueError("a"))
+    complaints.every_seconds = 3600.0
+    complaints.note("Greet", ValueError("b"))
+    complaints.note("Void", ValueError("c"))
+    complaints.every_seconds = 0.0
+    complaints.note("Greet", ValueError("d"))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Greet failed: ValueError: a",
+        "Void failed: ValueError: c",
+        "Greet failed: ValueError: d (1 more since the last line)",
+    ]
+
+
+@pytest.mark.parametrize("error", [Retryable("plain"), Refused("plain")])
+def test_the_bases_travel_as_something_of_their_kind(error: Retryable | Refused) -> None:
+    async def main() -> None:
+        async with served(EchoStage(failure=error)) as (calls, to):
+            with pytest.raises((Retryable, Refused)):
+                await calls.greet(to, GREETING, 5)
+
+    run(main())
+
+
+# --- ports and services -----------------------------------------------------------
+
+
+def test_a_port_in_use_is_named_and_the_first_server_undisturbed() -> None:
+    async def main() -> None:
+        async with served(EchoStage()) as (calls, to):
+            second = StageServer(EchoStage(), peer=PeerId("second"), session=SESSION)
+            port = to.endpoint.rpartition(":")[2]
+            with pytest.raises(CannotJoin, match=port):
+                await second.start(to.endpoint)
+            for _ in range(20):
+                fresh = GrpcStageCalls()
+                assert await fresh.greet(to, GREETING, 5) == report()
+                await fresh.close()
+            assert await calls.greet(to, GREETING, 5) == report()
+
+    run(main())
+
+
+def test_thirty_automatic_ports_are_distinct() -> None:
+    async def main() -> None:
+        servers = [StageServer(EchoStage(), peer=PEER, session=SESSION) for _ in range(30)]
+        ports = [await server.start("127.0.0.1:0") for server in servers]
+        assert len(set(ports)) == 30
+        assert all(0 < port < 1 << 16 for port in ports)
+        for server in servers:
+            await server.stop(0)
+
+    run(main())
+
+
+def test_health_and_reflection_answer() -> None:
+    async def main() -> None:
+        async with served(EchoStage()) as (_, to), grpc.aio.insecure_channel(to.endpoint) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            for name in ("", SERVICE):
+                answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+            asked = [
+                reflection_pb2.ServerReflectionRequest(list_services=""),
+                reflection_pb2.ServerReflectionRequest(file_containing_symbol=f"{SERVICE}.Forward"),
+            ]
+            answers = [answer async for answer in reflection.ServerReflectionInfo(iter(asked))]
+            names = {service.name for service in answers[0].list_services_response.service}
+            assert {SERVICE, "grpc.health.v1.Health"} <= names
+            assert b"BackwardHead" in answers[1].file_descriptor_response.file_descriptor_proto[0]
+
+    run(main())
+
+
+def test_every_method_of_the_contract_is_served() -> None:
+    async def main() -> None:
+        async with served(EchoStage()) as (_, to), grpc.aio.insecure_channel(to.endpoint) as channel:
+            for method in pb.DESCRIPTOR.services_by_name["Stage"].methods:
+                ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path(method.name))
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await ask(b"\xff", metadata=call_metadata(to))
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method.name
+
+    run(main())
+
+
+def test_idle_channels_are_closed_when_there_are_many() -> None:
+    async def main() -> None:
+        channels = Channels(most=2)
+        first = await channels.get("127.0.0.1:1")
+        assert await channels.get("127.0.0.1:1") is first
+        await channels.get("127.0.0.1:2")
+        await channels.get("127.0.0.1:3")
+        assert first.get_state() is grpc.ChannelConnectivity.SHUTDOWN
+        assert await channels.get("127.0.0.1:1") is not first
+        await channels.close()
+
+    run(main())
+
+
+def test_nothing_starts_at_import() -> None:
+    """Processes are forked after imports: a thread or a channel made there would be broken in the child."""
+    script = (
+        "import threading, swarm.rpc.server, swarm.rpc.client;"
+        "assert threading.active_count() == 1, threading.enumerate();"
+        "from pathlib import Path;"
+        "assert len(list(Path('/proc/self/task').iterdir())) == 1;"
+        "import sys; assert 'torch' not in sys.modules and 'hivemind' not in sys.modules"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@asynccontextmanager
+async def _counting(to: Contact) -> AsyncIterator[tuple[Contact, dict[str, int]]]:
+    """A relay in front of a server that counts the bytes of both directions."""
+    counts = {"to server": 0, "to client": 0}
+    port = int(to.endpoint.rpartition(":")[2])
+
+    async def pump(name: str, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        while data := await source.read(1 << 16):
+            counts[name] += len(data)
+            sink.write(data)
+            await sink.drain()
+        sink.close()
+
+    async def relay(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        upstream, downstream = await asyncio.open_connection("127.0.0.1", port)
+        with suppress(ConnectionError):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(pump("to server", source, downstream))
+                group.create_task(pump("to client", upstream, sink))
+        downstream.close()
+        sink.close()
+
+    async with await asyncio.start_server(relay, "127.0.0.1", 0) as server:
+        yield replace(to, endpoint=f"127.0.0.1:{server.sockets[0].getsockname()[1]}"), counts

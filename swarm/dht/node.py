@@ -8,6 +8,7 @@ import math
 import re
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hivemind.dht.node import DHTNode
@@ -60,7 +61,7 @@ class SwarmNode:
         self._lock = lock
         self._sockets = sockets
         self._join = join
-        self._remembered: dict[PeerID, list[object]] = {}
+        self._remembered: dict[PeerId, PeerAddress] = {}
         self._warned_at = -math.inf
         self._mending = asyncio.create_task(self._mend_forever(), name="dht-mending")
 
@@ -105,40 +106,32 @@ class SwarmNode:
         whose network was away stays alone for good, and two halves of a swarm never find each other.
         """
         known = self.dht.protocol.routing_table.peer_id_to_uid
-        lost = [address for address in self._join if PeerID.from_base58(address.peer) not in known]
         was_alone = not known
-        reached = {PeerID.from_base58(a.peer) for a, why in (await self._dial(lost)).items() if why is None}
+        candidates = [address for address in self._join if PeerID.from_base58(address.peer) not in known]
         if was_alone:
-            reached |= await self._dial_remembered()
-        for peer in reached:
-            await self.dht.protocol.call_ping(peer)
-        if was_alone and reached:
+            candidates += self._remembered.values()
+        results = await dial_all(self.p2p, candidates, RPC_SECONDS)
+        for peer in {PeerID.from_base58(address.peer) for address, why in results.items() if why is None}:
+            self.dht.blacklist.register_success(peer)
+            node_id = await self.dht.protocol.call_ping(peer)
+            if node_id is not None:
+                await self.dht.protocol.update_routing_table(node_id, peer)
+        if was_alone and self.neighbours:
             await self.dht.find_nearest_nodes([self.dht.node_id])
-        await self._remember()
-        if was_alone and not self.neighbours and (self._join or self._remembered):
+        if was_alone and not self.neighbours and candidates:
             self._warn("cut off: no other node of the swarm answers; dialing them again every %g s")
-
-    async def _dial(self, addresses: Sequence[PeerAddress]) -> dict[PeerAddress, str | None]:
-        return await dial_all(self.p2p, addresses, RPC_SECONDS)
-
-    async def _dial_remembered(self) -> set[PeerID]:
-        async def connect(peer: PeerID, addresses: list[object]) -> PeerID | None:
-            try:
-                async with asyncio.timeout(RPC_SECONDS):
-                    await self.p2p._client.connect(peer, addresses)
-            except (TimeoutError, P2PDaemonError, OSError, EOFError):
-                return None
-            return peer
-
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(connect(*item)) for item in self._remembered.items()]
-        return {task.result() for task in tasks} - {None}
+        await self._remember()
 
     async def _remember(self) -> None:
+        known = self.dht.protocol.routing_table.peer_id_to_uid
         for info in await self.p2p.list_peers():
-            if info.peer_id in self.dht.protocol.routing_table.peer_id_to_uid:
-                self._remembered.pop(info.peer_id, None)
-                self._remembered[info.peer_id] = list(info.addrs)
+            if info.peer_id not in known:
+                continue
+            for multiaddress in info.addrs:
+                with suppress(UsageError):  # relayed, or over another transport
+                    (address,) = parse_join([f"{multiaddress}/p2p/{info.peer_id.to_base58()}"])
+                    self._remembered.pop(address.peer, None)
+                    self._remembered[address.peer] = address
         while len(self._remembered) > _REMEMBERED:
             del self._remembered[next(iter(self._remembered))]
 

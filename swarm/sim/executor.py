@@ -43,13 +43,13 @@ class SimulatedExecutor:
         return result
 
     async def _work(self) -> None:
-        while self._queue and not self.closed:
+        while self._queue:
             priority, _, job, future = heapq.heappop(self._queue)
             if future.cancelled():
                 continue
             await asyncio.sleep(COSTS[Priority(priority)] * self.slowness)
             if self.closed:
-                break
+                return
             try:
                 result = job()
             except BaseException as error:
