@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from swarm.ids import Digest, MicrobatchId, PeerId, RunHash, SessionId
-from swarm.records import CommitRecord, Lineage, PeerState, StageCommit, Term
+from swarm.records import CommitRecord, Lineage, PeerState, Term
 from swarm.tensors import TensorData
 
 
@@ -78,7 +78,7 @@ class BackwardRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackwardReply:
-    """``input_gradient`` (B, T, D) is absent at stage 0; ``loss`` (sum over tokens, nats) comes from the last stage only."""
+    """``input_gradient`` (B, T, D): not at stage 0.  ``loss`` (sum over tokens, nats): from the last stage only."""
 
     input_gradient: TensorData | None
     loss: float | None
@@ -211,10 +211,11 @@ class ReduceReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdoptRequest:
-    """Fetch the reduced gradient of ``key`` and ``stage_commit`` from one of ``donors`` instead of reducing."""
+    """Fetch the reduced gradient with ``digest`` from one of ``donors`` instead of reducing."""
 
     key: StepKey
-    stage_commit: StageCommit
+    attempt: int
+    digest: Digest
     donors: tuple[Contact, ...]
 
 
@@ -225,11 +226,13 @@ class ApplyRequest:
     key: StepKey
     commit: CommitRecord
     donors: tuple[Contact, ...]
+    digest: bool = False
+    """Answer with a digest of all parameters as well; their norm is always told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateMark:
-    """What the parameters of a peer look like after a commit; ``digest`` only at every K-th version."""
+    """What the parameters of a peer look like after a commit; ``digest`` only if asked for."""
 
     lineage: Lineage
     squared_norm: float

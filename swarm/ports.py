@@ -214,7 +214,7 @@ class StageModule(Protocol):
         """Inverse of :meth:`reduced_bytes`.  Raises ValueError on a wrong size."""
 
     def apply(self, step: int, clip_factor: float) -> float:
-        """Update the parameters by the averaged gradient, forget graphs and sum; returns the parameters' squared norm."""
+        """Update the parameters by the averaged gradient, forget graphs and sum; returns their squared norm."""
 
     def squared_norm(self) -> float:
         """Of all parameters."""

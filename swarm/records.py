@@ -57,6 +57,8 @@ class StageCommit:
     attempt: int
     digest: Digest
     squared_norm: float
+    samples: int
+    """Sequences in the gradient, summed over what the members held at the reduce."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,7 @@ class CommitRecord:
                     attempt=int(s["attempt"]),
                     digest=Digest(str(s["digest"])),
                     squared_norm=float(s["squared_norm"]),
+                    samples=int(s["samples"]),
                 )
                 for s in raw["stages"]
             ),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from swarm.config import RunConfig
-from swarm.errors import NotFinite
+from swarm.errors import NotFinite, RunFailed
 from swarm.ids import MicrobatchId
 from swarm.policy.schedule import clip_factor
 from swarm.ports import Batches, Draw, Gradient
@@ -33,6 +33,8 @@ class StepResult:
     excluded: tuple[MicrobatchId, ...]
     """Not finite, and in no stage's gradient."""
     clip_factor: float
+    samples: int
+    """Sequences in every stage's gradient."""
 
 
 class Reference:
@@ -57,12 +59,12 @@ class Reference:
     def step(self) -> StepResult:
         """One optimizer step over all microbatches.
 
-        A step all of whose microbatches are excluded applies a gradient of zeros.
+        Raises RunFailed if not a single token is left to train on.
         """
         ids = [MicrobatchId(i) for i in range(self._config.step.microbatches)]
         excluded: list[MicrobatchId] = []
         losses: dict[MicrobatchId, float] = {}
-        tokens = 0
+        tokens = samples = 0
         for microbatch in ids if self._order is None else self._order(self.steps, ids):
             gradients, counted = self._gradients(microbatch)
             if not gradients:
@@ -72,10 +74,15 @@ class Reference:
                 stage.accumulate(gradient)
             losses[microbatch] = gradients[-1].loss or 0.0
             tokens += counted
+            samples += gradients[-1].samples
+        if tokens == 0:
+            raise RunFailed(f"step {self.steps} has no finite microbatch with tokens to train on")
         factor = self._update(tokens)
         # Added up in index order, as a commit record does, whatever the order of the gradients.
-        loss = sum(losses[i] for i in sorted(losses)) / max(1, tokens)
-        return StepResult(loss=loss, tokens=tokens, excluded=tuple(sorted(excluded)), clip_factor=factor)
+        loss = sum(losses[i] for i in sorted(losses)) / tokens
+        return StepResult(
+            loss=loss, tokens=tokens, excluded=tuple(sorted(excluded)), clip_factor=factor, samples=samples
+        )
 
     def _gradients(self, microbatch: MicrobatchId) -> tuple[list[Gradient], int]:
         """A gradient per stage and the number of tokens; no gradients if any of them is not finite."""
@@ -101,7 +108,7 @@ class Reference:
         """Mean over the step's tokens, clip over all stages, update; returns the clip factor."""
         squared = 0.0
         for stage in self.stages:
-            squared += stage.set_reduced(stage.gradient_sum() / max(1, tokens))[1]
+            squared += stage.set_reduced(stage.gradient_sum() / tokens)[1]
         factor = clip_factor(self._config.optimizer, squared)
         for stage in self.stages:
             stage.apply(self.steps, factor)

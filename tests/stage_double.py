@@ -49,7 +49,7 @@ LINEAGE = Lineage.root(RUN)
 KEY = StepKey(run=RUN, stage=1, term=TERM, lineage=LINEAGE)
 DIGEST = Digest("cd" * 32)
 MARK = ReducedMark(attempt=2, digest=DIGEST, squared_norm=1.5)
-STAGE_COMMIT = StageCommit(members=(PEER,), attempt=2, digest=DIGEST, squared_norm=1.5)
+STAGE_COMMIT = StageCommit(members=(PEER,), attempt=2, digest=DIGEST, squared_norm=1.5, samples=4)
 COMMIT = CommitRecord(
     step=0,
     term=TERM,

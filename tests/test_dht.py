@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.dht.validation import DHTRecord
 from hivemind.utils import MSGPackSerializer, get_dht_time
+from hivemind.utils.timed_storage import ValueWithExpiration
 
 from swarm.config import RunConfig
 from swarm.dht.directory import HivemindDirectory
+from swarm.dht.guarded_node import rebuilt
 from swarm.dht.identity import Identity
 from swarm.dht.node import SwarmNode, start_node
 from swarm.dht.payload import RUNS_KEY, Gone, decode, encode, key_of, peers_key
@@ -266,6 +269,35 @@ def test_forged_records_are_neither_stored_nor_read() -> None:
                 await reader.close()
 
     asyncio.run(scenario())
+
+
+def test_a_lie_about_the_dictionary_around_the_records_does_not_stop_readers() -> None:
+    async def scenario() -> None:
+        async with nodes(4) as (a, b, reader, hostile):
+            record, theirs = peer_record(a.peer_id), peer_record(hostile.peer_id)
+            await HivemindDirectory(hostile).announce(theirs)
+            held = hostile.dht.protocol.storage.data[DHTID.generate(source=key_of(record))].value
+            held.maxsize, held.frozen = "many", True
+            await HivemindDirectory(a).announce(record)
+            for node in (reader, b):
+                async with asyncio.timeout(5):
+                    found = await HivemindDirectory(node).peers(RUN, 0)
+                assert {theirs.peer, record.peer} == {each.peer for each in found}
+
+    asyncio.run(scenario())
+
+
+def test_a_dictionary_claims_no_more_than_its_records() -> None:
+    soon, later = get_dht_time() + 10, get_dht_time() + 20
+    dictionary = DictionaryDHTValue()
+    assert rebuilt(ValueWithExpiration(dictionary, float("inf"))) is None
+    dictionary.store("a", b"1", later)
+    dictionary.store("b", b"2", soon)
+    found = rebuilt(ValueWithExpiration(dictionary, float("inf")))
+    assert found is not None
+    assert found.expiration_time == later
+    assert {key: item.value for key, item in found.value.items()} == {"a": b"1", "b": b"2"}
+    assert rebuilt(ValueWithExpiration(b"regular", later)) is None
 
 
 def test_nodes_started_at_the_same_instant_see_the_same_full_set(tmp_path: Path) -> None:

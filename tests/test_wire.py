@@ -73,9 +73,10 @@ VALUES: list[tuple[Codec[Any], Any]] = [
     ),
     (control.REDUCE_REPLY, ReduceReply(reduced=double.MARK, samples=2, unreachable=(), reason="")),
     (control.REDUCE_REPLY, ReduceReply(reduced=None, samples=0, unreachable=(double.PEER,), reason="why")),
-    (control.ADOPT, AdoptRequest(key=double.KEY, stage_commit=double.STAGE_COMMIT, donors=(CONTACT,))),
+    (control.ADOPT, AdoptRequest(key=double.KEY, attempt=2, digest=double.DIGEST, donors=(CONTACT,))),
     (control.MARK, double.MARK),
     (control.APPLY, ApplyRequest(key=double.KEY, commit=double.COMMIT, donors=(CONTACT,))),
+    (control.APPLY, ApplyRequest(key=double.KEY, commit=double.COMMIT, donors=(), digest=True)),
     (control.STATE_MARK, StateMark(lineage=double.LINEAGE, squared_norm=2.0, digest=None, numeric_class="cpu")),
     (
         control.STATE_MARK,
@@ -136,6 +137,22 @@ def test_any_bytes_mean_what_protobuf_takes_them_for(message: bytes) -> None:
     expected.ClearField("data")
     found.ClearField("data")
     assert found == expected
+
+
+def test_a_frame_of_too_many_fields_is_not_parsed() -> None:
+    assert len(frames.decode(b"\x2a\x00" * frames.MAX_FIELDS).meta.tensors) == frames.MAX_FIELDS  # type: ignore[union-attr]
+    with pytest.raises(BadRequest, match="more than"):
+        frames.decode(b"\x2a\x00" * (frames.MAX_FIELDS + 1))
+
+
+def test_lists_are_as_long_as_allowed_and_no_longer() -> None:
+    held = FreezeReply(session=double.SESSION, held=(HELD,) * 65536)
+    assert control.FREEZE_REPLY.decode(control.FREEZE_REPLY.encode(held)) == held
+    reduced = ReduceReply(reduced=None, samples=0, unreachable=(double.PEER,) * 4096, reason="")
+    message = control.REDUCE_REPLY.encode(reduced)
+    assert control.REDUCE_REPLY.decode(message) == reduced
+    with pytest.raises(BadRequest, match="4097 entries"):
+        control.REDUCE_REPLY.decode(message + b"\x1a\x01x")
 
 
 def test_the_data_of_a_frame_is_not_copied() -> None:
@@ -221,7 +238,7 @@ OUT_OF_RANGE: dict[str, Callable[[], object]] = {
     "trainer with blanks": lambda: convert.from_term(pb.Term(number=1, trainer="a b")),
     "lineage length": lambda: convert.from_lineage(pb.Lineage(length=1 << 63, chain=double.DIGEST)),
     "session": _contact(session="0123"),
-    "endpoint is a socket": _contact(endpoint="unix:80"),
+    "endpoint is a socket": _contact(endpoint="unix:/80"),
     "endpoint is a path": _contact(endpoint="unix:///run/x.sock"),
     "endpoint without port": _contact(endpoint="localhost"),
     "endpoint port": _contact(endpoint="localhost:65536"),
@@ -236,6 +253,7 @@ OUT_OF_RANGE: dict[str, Callable[[], object]] = {
     "shape product": lambda: convert.from_spec(pb.TensorSpec(dtype=pb.DTYPE_INT8, shape=[1 << 33] * 4), 1 << 40),
     "dimensions": lambda: convert.from_spec(pb.TensorSpec(dtype=pb.DTYPE_INT8, shape=[1] * 5), 100),
     "commit norm": _commit(stages=(replace(double.STAGE_COMMIT, squared_norm=float("inf")),)),
+    "commit samples": _commit(stages=(replace(double.STAGE_COMMIT, samples=-1),)),
     "commit loss": _commit(losses=(float("nan"),)),
     "commit clip": _commit(clip_factor=-0.5),
     "commit step": _commit(step=-1),

@@ -71,7 +71,8 @@ class ExactAllReduce(AllReduceRunner):  # type: ignore[misc]  # hivemind has no 
         self._mean: Values = np.empty(sums.size, dtype=np.float32)
         self._problems: dict[PeerID, str] = {}
         self._missed: set[PeerID] = set()
-        self._incomplete = False
+        self._filled = 0
+        self._calls: dict[PeerID, asyncio.Task[None]] = {}
 
     async def reduce(self) -> Values:
         """The mean (N,).  Raises ReduceFailed unless every part of it holds the whole group's weight."""
@@ -81,12 +82,11 @@ class ExactAllReduce(AllReduceRunner):  # type: ignore[misc]  # hivemind has no 
                     group.create_task(self._handle_missing_senders())
                 for peer, parts in zip(self.ordered_peer_ids, self._spans, strict=True):
                     if parts:
-                        group.create_task(self._communicate_with_peer(peer))
+                        self._calls[peer] = group.create_task(self._communicate_with_peer(peer))
         finally:
             self._sums = None
             self.finalize()
-        missed = self._missed | self.banned_senders
-        if missed or self._problems or self._incomplete:
+        if self._filled != self._mean.size:
             raise self.failure("the mean is incomplete")
         return self._mean
 
@@ -94,7 +94,8 @@ class ExactAllReduce(AllReduceRunner):  # type: ignore[misc]  # hivemind has no 
         """The error that tells ``what`` happened, and who was missed until now."""
         missed = {peer.to_base58() for peer in self._missed | self.banned_senders}
         missing = {*self._problems, *self.banned_senders}
-        reasons = [f"{peer.to_base58()[-4:]}: {self._problems.get(peer, 'sent nothing in time')}" for peer in missing]
+        default = "what was agreed did not come in time"
+        reasons = [f"{peer.to_base58()[-4:]}: {self._problems.get(peer, default)}" for peer in missing]
         return ReduceFailed("; ".join([what, *sorted(reasons)]), unreachable=tuple(sorted(missed)))
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
@@ -113,6 +114,10 @@ class ExactAllReduce(AllReduceRunner):  # type: ignore[misc]  # hivemind has no 
                     async with asyncio.timeout(self.reducer_timeout):
                         message = await anext(stream)
                     self._put(start, decode_mean(message, end - start))
+                # Its handler must end by itself: closing the stream under it looks like a failure of ours.
+                async with asyncio.timeout(self.reducer_timeout):
+                    async for _ in stream:
+                        raise AllreduceException("more parts than agreed")
         except (AllreduceException, P2PHandlerError) as error:
             self._problems[peer_id] = str(error)[:200]  # it answers: others may have failed it
         except (TimeoutError, StopAsyncIteration, OSError, EOFError, P2PDaemonError) as error:
@@ -153,6 +158,15 @@ class ExactAllReduce(AllReduceRunner):  # type: ignore[misc]  # hivemind has no 
             if part != len(sizes):
                 await self._ban_sender(self.sender_peer_ids[sender_index])
 
+    async def _ban_sender(self, peer_id: PeerID) -> None:
+        """Wait no longer for a member that did not send all of its parts, nor for its span of the mean."""
+        if self._part_sums.has_all_of(self.sender_peer_ids.index(peer_id)):
+            return
+        await super()._ban_sender(peer_id)
+        call = self._calls.get(peer_id)
+        if call is not None and call is not asyncio.current_task():
+            call.cancel()
+
     def _own(self, start: int, end: int) -> Values | None:
         if self._tokens[self._index] == 0:
             return None
@@ -161,9 +175,9 @@ class ExactAllReduce(AllReduceRunner):  # type: ignore[misc]  # hivemind has no 
         return self._sums[start:end]
 
     def _put(self, start: int, mean: MeanPart) -> None:
-        self._mean[start : start + mean.values.size] = mean.values
-        if mean.weight != self._total:
-            self._incomplete = True
+        if mean.weight == self._total:
+            self._mean[start : start + mean.values.size] = mean.values
+            self._filled += mean.values.size
 
     def _offsets(self, index: int) -> list[tuple[int, int]]:
         """(start, end) of each part of a member's span."""

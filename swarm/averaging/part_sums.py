@@ -64,6 +64,10 @@ class PartSums:
         self._finish_if_complete(part)
         return await asyncio.shield(slot.mean)  # one waiter's cancellation is not the others'
 
+    def has_all_of(self, sender: int) -> bool:
+        """Whether ``sender`` has sent every part."""
+        return all(sender in slot.present for slot in self._slots)
+
     def on_sender_failed(self, sender: int) -> None:
         """Wait no longer for what ``sender`` did not send yet."""
         self._failed.add(sender)

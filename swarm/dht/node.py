@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import ValidationError
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils.logging import use_hivemind_log_handler
@@ -19,6 +18,7 @@ from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
 
 from swarm.dht.addresses import Endpoint, PeerAddress, is_wildcard, multiaddr, parse_join
 from swarm.dht.dialing import create_p2p, dial_all, identity_taken, reach_any, wait_for_routing
+from swarm.dht.guarded_node import GuardedDHTNode
 from swarm.dht.identity import Identity, IdentityLock
 from swarm.dht.socket_folder import SocketFolder
 from swarm.dht.validation import SignedRecordValidator
@@ -49,7 +49,7 @@ class SwarmNode:
         lock: IdentityLock | None,
         sockets: SocketFolder,
         p2p: P2P,
-        dht: DHTNode,
+        dht: GuardedDHTNode,
         join: tuple[PeerAddress, ...],
         addresses: tuple[str, ...],
     ) -> None:
@@ -160,7 +160,8 @@ async def start_node(
     for others.  ``socket_root`` is the folder in which the private socket folder is made.
     Raises UsageError (addresses, identity file) and CannotJoin (identity in use, port taken, nobody answers).
     """
-    use_hivemind_log_handler("nowhere")  # its records go where the program's own go
+    use_hivemind_log_handler("nowhere")  # its records go where the program's own go,
+    logging.getLogger("hivemind").setLevel(logging.ERROR)  # and strangers cannot fill the log with warnings
     wanted = parse_join(join)
     sockets = SocketFolder(socket_root)
     lock: IdentityLock | None = None
@@ -226,9 +227,9 @@ async def _reach(p2p: P2P, addresses: tuple[PeerAddress, ...], startup_seconds: 
     return [address for address, reason in results.items() if reason is None]
 
 
-async def _start_dht(p2p: P2P, identity: Identity, reached: list[PeerAddress], client: bool) -> DHTNode:
+async def _start_dht(p2p: P2P, identity: Identity, reached: list[PeerAddress], client: bool) -> GuardedDHTNode:
     try:
-        return await DHTNode.create(
+        node: GuardedDHTNode = await GuardedDHTNode.create(
             p2p=p2p,
             initial_peers=[str(address) for address in reached],
             client_mode=client,
@@ -240,7 +241,9 @@ async def _start_dht(p2p: P2P, identity: Identity, reached: list[PeerAddress], c
             cache_nearest=0,
             cache_refresh_before_expiry=0,
             reuse_get_requests=False,
+            backoff_rate=1.0,  # a peer that came back is asked again within seconds, however often it went
         )
+        return node
     except ValidationError as error:
         raise CannotJoin(_explain(str(error))) from None
     except (RuntimeError, P2PDaemonError, OSError) as error:

@@ -36,11 +36,10 @@ SUSPECT_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageResult:
-    """A stage has reduced: what goes into the commit, who holds the result, and how many samples are in it."""
+    """A stage has reduced: what goes into the commit, and who holds the result."""
 
     commit: StageCommit
     donors: tuple[Contact, ...]
-    samples: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,9 +223,9 @@ class StageClose:
                 attempt=self.attempt,
                 digest=result.digest,
                 squared_norm=result.squared_norm,
+                samples=sum(h.samples for reply in close.held.values() for h in reply.held),
             ),
             donors=donors,
-            samples=sum(h.samples for reply in close.held.values() for h in reply.held),
         )
 
     async def _reduce_one(self, member: Member, request: ReduceRequest) -> ReduceReply | None:
@@ -266,13 +265,7 @@ class StageClose:
         self, close: Close, complete: dict[PeerId, ReducedMark], result: ReducedMark, donors: tuple[Contact, ...]
     ) -> None:
         """Give the result to members without it.  Who fails here gets another chance at the apply."""
-        stage_commit = StageCommit(
-            members=tuple(sorted(close.members)),
-            attempt=self.attempt,
-            digest=result.digest,
-            squared_norm=result.squared_norm,
-        )
-        request = AdoptRequest(key=self._key, stage_commit=stage_commit, donors=donors)
+        request = AdoptRequest(key=self._key, attempt=self.attempt, digest=result.digest, donors=donors)
         seconds = transfer_deadline(self._limits, self._gradient_bytes, self._roster.patience.factor)
 
         async def adopt(member: Member) -> None:

@@ -11,9 +11,6 @@ from swarm.records import StageCommit
 from swarm.roles.reducing import Reducing
 from swarm.roles.seat import Seat
 
-DIGEST_EVERY = 10
-"""Versions between two digests of all parameters; their norm is compared at every version."""
-
 
 class Committing:
     """Applies commits."""
@@ -52,7 +49,7 @@ class Committing:
             await seat.reach(key, self._clock.now() + self._limits.control_seconds)
             wanted = commit.stages[seat.stage]
             if not self._keeps(request, wanted):
-                await self._reducing.fetch_reduced(key, wanted, request.donors)
+                await self._reducing.fetch_reduced(key, wanted.attempt, wanted.digest, request.donors)
         mark = await self._executor.run(Priority.CONTROL, lambda: self._apply(request))
         seat.touch()
         return mark
@@ -76,14 +73,12 @@ class Committing:
             self._module.apply(commit.step, commit.clip_factor)
             seat.advance(commit)
             self._journal.record("applied", stage=seat.stage, step=commit.step, version=seat.lineage.length)
-        return self.mark()
+        return self._mark(request.digest)
 
-    def mark(self) -> StateMark:
-        """What the parameters are now; the digest at every :data:`DIGEST_EVERY`-th version."""
-        lineage = self._seat.lineage
-        digest: Digest | None = self._module.digest() if lineage.length % DIGEST_EVERY == 0 else None
+    def _mark(self, with_digest: bool) -> StateMark:
+        digest: Digest | None = self._module.digest() if with_digest else None
         return StateMark(
-            lineage=lineage,
+            lineage=self._seat.lineage,
             squared_norm=self._module.squared_norm(),
             digest=digest,
             numeric_class=self._numeric_class,

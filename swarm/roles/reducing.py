@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from swarm.errors import BadReply, BadRequest, PeerFailed, ReduceFailed, Refused, Retryable
-from swarm.ids import PeerId
+from swarm.ids import Digest, PeerId
 from swarm.messages import (
     AdoptRequest,
     Contact,
@@ -23,7 +23,6 @@ from swarm.messages import (
 )
 from swarm.policy.deadlines import Limits
 from swarm.ports import Averager, Clock, Executor, Journal, Priority, StageCalls, StageModule
-from swarm.records import StageCommit
 from swarm.roles.seat import Seat
 
 
@@ -137,41 +136,43 @@ class Reducing:
     async def adopt(self, request: AdoptRequest) -> ReducedMark:
         """Fetch the group's result instead of reducing.  Raises Retryable if no donor gives it."""
         await self._reach(request.key)
-        return await self.fetch_reduced(request.key, request.stage_commit, request.donors)
+        return await self.fetch_reduced(request.key, request.attempt, request.digest, request.donors)
 
-    async def fetch_reduced(self, key: StepKey, wanted: StageCommit, donors: tuple[Contact, ...]) -> ReducedMark:
-        """Get and keep the averaged gradient whose digest is ``wanted``'s, from the first donor that gives it."""
+    async def fetch_reduced(
+        self, key: StepKey, attempt: int, digest: Digest, donors: tuple[Contact, ...]
+    ) -> ReducedMark:
+        """Get and keep the averaged gradient with this digest, from the first donor that gives it."""
         problems: list[str] = []
         for donor in donors:
             if donor.peer == self._seat.contact.peer:
                 continue
             try:
-                data = await self._download(donor, key, wanted)
-                return await self._executor.run(Priority.CONTROL, partial(self._load, key, wanted, data))
+                data = await self._download(donor, key, digest)
+                return await self._executor.run(Priority.CONTROL, partial(self._load, key, attempt, data))
             except (Retryable, Refused) as error:
                 problems.append(f"{donor.peer}: {error}")
         raise PeerFailed("no donor gave the reduced gradient: " + ("; ".join(problems) or "there is none"))
 
-    async def _download(self, donor: Contact, key: StepKey, wanted: StageCommit) -> bytearray:
-        request = GradientRequest(run=key.run, stage=key.stage, parent=key.lineage, digest=wanted.digest)
+    async def _download(self, donor: Contact, key: StepKey, digest: Digest) -> bytearray:
+        request = GradientRequest(run=key.run, stage=key.stage, parent=key.lineage, digest=digest)
         data = bytearray()
         chunks = await self._calls.fetch_gradient(donor, request, self._limits.reduce_floor_seconds)
         async for chunk in chunks:
             data += chunk
             if len(data) > self._module.gradient_bytes:
                 raise BadReply(f"more than the {self._module.gradient_bytes} bytes of a gradient")
-        digest = hashlib.sha256(data).hexdigest()
-        if digest != wanted.digest:
-            raise BadReply(f"reduced gradient has digest {digest[:12]}, not {wanted.digest[:12]}")
+        found = hashlib.sha256(data).hexdigest()
+        if found != digest:
+            raise BadReply(f"reduced gradient has digest {found[:12]}, not {digest[:12]}")
         return data
 
-    def _load(self, key: StepKey, wanted: StageCommit, data: bytearray) -> ReducedMark:
+    def _load(self, key: StepKey, attempt: int, data: bytearray) -> ReducedMark:
         self._seat.confirm(key)
         try:
             digest, squared_norm = self._module.load_reduced(data)
         except ValueError as error:
             raise BadReply(str(error)) from None
-        mark = ReducedMark(attempt=wanted.attempt, digest=digest, squared_norm=squared_norm)
+        mark = ReducedMark(attempt=attempt, digest=digest, squared_norm=squared_norm)
         self._seat.keep_reduced(mark)
         return mark
 

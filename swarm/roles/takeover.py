@@ -124,7 +124,7 @@ class Takeover:
             best = max((report.lineage for report in reports), key=lambda lineage: lineage.rank())
             history = self._history(best, logged, reports)
             if history and best.length >= len(logged):
-                await self._complete(lead, best, history[-1], reports)
+                await self._complete(lead, best, history[-1])
             self._roster.lineage = best
             await self._greet_all()
             empty = self._roster.empty_stages()
@@ -142,16 +142,16 @@ class Takeover:
             await self._roster.refresh()
             reports = await self._greet_all() or reports
 
-    async def _complete(self, lead: Lead, best: Lineage, last: CommitRecord, reports: list[PeerReport]) -> None:
+    async def _complete(self, lead: Lead, best: Lineage, last: CommitRecord) -> None:
         """Apply the last commit at whoever is one behind; whoever applied it may still keep its gradient."""
-        parent = next((r.lineage for r in reports if r.lineage.length == last.step), None)
-        if last.step != best.length - 1 or parent is None or parent.after(last) != best:
+        parent = Lineage(generation=best.generation, length=last.step, chain=last.parent)
+        if parent.after(last) != best:
             return
         donors = [
             tuple(m.contact for m in stage.values() if m.lineage == best and m.state is PeerState.READY)
             for stage in self._roster.stages
         ]
-        await lead.apply(last, parent, donors)
+        await lead.commit(last, parent, donors)
 
     def _history(self, best: Lineage, logged: list[CommitRecord], reports: list[PeerReport]) -> list[CommitRecord]:
         """Commits in order of step: the log's, and after them what peers still know."""

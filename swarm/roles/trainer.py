@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from swarm.config import RunConfig
 from swarm.errors import StateLost
 from swarm.ids import MicrobatchId, PeerId, SessionId
+from swarm.messages import StateMark
 from swarm.policy.deadlines import LAN, Limits
 from swarm.policy.sizes import stage_parameters
 from swarm.ports import Batches, Clock, CommitLog, Directory, Journal, StageCalls
@@ -31,8 +32,8 @@ class Progress:
     lineage: Lineage | None = None
     commits: list[CommitRecord] = field(default_factory=list)
     counts: Counts = field(default_factory=Counts)
-    samples: dict[int, list[int]] = field(default_factory=dict)
-    """Sequences in each stage's gradient by step, as the peers held them at the reduce."""
+    marks: list[dict[PeerId, StateMark]] = field(default_factory=list)
+    """By stage: what the peers' parameters are at the end of the run."""
     step_seconds: dict[int, float] = field(default_factory=dict)
     phase_seconds: dict[int, dict[str, float]] = field(default_factory=dict)
     """Of each step: compute, close (freeze, repairs and all-reduce), apply."""
@@ -100,6 +101,7 @@ class Trainer:
             ]
             while (lineage := self._lineage()).length < steps:
                 await self._step(lead, term, lineage)
+            self.progress.marks = await lead.final_marks()
             for task in background:
                 task.cancel()
 
@@ -168,9 +170,9 @@ class Trainer:
         results = await self._close(ledger, fences, pipeline)
         closed = self._clock.now()
         commit = lead.decide(lineage, ledger, results)
-        await lead.apply(commit, lineage, [result.donors for result in results])
+        await lead.commit(commit, lineage, [result.donors for result in results])
         applied = self._clock.now()
-        self._committed(commit, lineage, results)
+        self._committed(commit, lineage)
         self.progress.step_seconds[commit.step] = applied - started
         self.progress.phase_seconds[commit.step] = {
             "compute": computed - started,
@@ -230,10 +232,9 @@ class Trainer:
             for stage in range(len(closes)):
                 ledger.attempts[stage] += 1
 
-    def _committed(self, commit: CommitRecord, parent: Lineage, results: list[StageResult]) -> None:
+    def _committed(self, commit: CommitRecord, parent: Lineage) -> None:
         self._log.append(commit)
         self.progress.commits.append(commit)
-        self.progress.samples[commit.step] = [result.samples for result in results]
         self.progress.lineage = parent.after(commit)
 
     # --- beside the steps --------------------------------------------------------------

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from swarm import PROTOCOL_VERSION
 from swarm.errors import BadRequest, Busy, PeerFailed, Refused, Retryable, TimedOut, WrongRun
 from swarm.ids import PeerId, SessionId
 from swarm.messages import BackwardRequest, ForwardRequest, GradientRequest, StateRequest
@@ -18,7 +19,7 @@ from swarm.rpc import payload, status
 from swarm.rpc.complaints import Complaints
 from swarm.rpc.options import FAILURE_KEY, PEER_KEY, PROTOCOL_KEY, SERVICE, SESSION_KEY
 from swarm.tensors import Buffer, TensorSpec
-from swarm.wire import PROTOCOL_VERSION, control, failures, fields, frames, heads
+from swarm.wire import control, failures, fields, frames, heads
 from swarm.wire.control import Codec
 
 Q = TypeVar("Q")

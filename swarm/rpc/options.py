@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from swarm import PROTOCOL_VERSION
 from swarm.messages import Contact
-from swarm.wire import PROTOCOL_VERSION
 from swarm.wire.v1 import stage_pb2 as pb
 
 SERVICE = str(pb.DESCRIPTOR.services_by_name["Stage"].full_name)

@@ -80,6 +80,10 @@ def add(left: Vector, right: Vector) -> Vector:
 ZERO: Vector = (0,) * WIDTH
 
 
+class Broken(RuntimeError):
+    """An injected failure of a stage's arithmetic."""
+
+
 class NumericStage:
     """Implements :class:`swarm.ports.StageModule`."""
 
@@ -94,6 +98,10 @@ class NumericStage:
         self._sum = ZERO
         self._reduced: Vector | None = None
         self._graphs: dict[tuple[int, MicrobatchId], Vector] = {}
+        self.poisoned_gradients: set[tuple[int, MicrobatchId]] = set()
+        """Like ``poisoned``, but only the backward is not finite."""
+        self.breaks: set[MicrobatchId] = set()
+        """Microbatches whose addition breaks half-way, once each."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -129,13 +137,17 @@ class NumericStage:
         return Gradient(
             input_gradient=pack(gradient_in) if self.stage else None,
             loss=loss,
-            finite=(draw.step, draw.microbatch) not in self.poisoned,
+            finite=(draw.step, draw.microbatch) not in self.poisoned | self.poisoned_gradients,
             samples=1,
             handle=(draw.microbatch, gradient),
         )
 
     def accumulate(self, gradient: Gradient) -> None:
         microbatch, values = gradient.handle
+        if microbatch in self.breaks:
+            self.breaks.remove(microbatch)
+            self._sum = add(self._sum, (values[0], *ZERO[1:]))
+            raise Broken(f"microbatch {microbatch} was added half")
         self._sum = add(self._sum, values)
         self.added[microbatch] += 1
 
@@ -196,27 +208,21 @@ class NumericBatches:
         return draw("inputs"), draw("targets"), 1 + (step + microbatch) % 3
 
 
-def reference(
-    stages: int, steps: int, microbatches: int, excluded: dict[int, frozenset[MicrobatchId]]
-) -> list[list[Vector]]:
-    """Parameters [version][stage] of a single process, versions 0 to ``steps``."""
+def train_step(
+    parameters: Sequence[Vector], step: int, microbatches: Sequence[MicrobatchId]
+) -> tuple[list[Vector], list[float]]:
+    """What a single process does in one step: parameters of all stages after it, and the loss of each microbatch."""
     batches = NumericBatches()
-    versions = [[initial(stage) for stage in range(stages)]]
-    for step in range(steps):
-        parameters = versions[-1]
-        sums, tokens = [ZERO] * stages, 0
-        for index in range(microbatches):
-            microbatch = MicrobatchId(index)
-            if microbatch in excluded.get(step, frozenset()):
-                continue
-            inputs, targets, weight = batches.microbatch(step, microbatch)
-            tokens += weight
-            values = [unpack(inputs)]
-            for stage in range(stages):
-                values.append(forward(parameters[stage], values[-1]))
-            seed, _ = loss_seed(values[-1], unpack(targets))
-            for stage in reversed(range(stages)):
-                seed, gradient = backward(parameters[stage], values[stage], seed)
-                sums[stage] = add(sums[stage], gradient)
-        versions.append([update(parameters[s], mean(sums[s], tokens)) for s in range(stages)])
-    return versions
+    sums, tokens, losses = [ZERO] * len(parameters), 0, []
+    for microbatch in microbatches:
+        inputs, targets, weight = batches.microbatch(step, microbatch)
+        tokens += weight
+        values = [unpack(inputs)]
+        for stage_parameters in parameters:
+            values.append(forward(stage_parameters, values[-1]))
+        seed, loss = loss_seed(values[-1], unpack(targets))
+        losses.append(loss)
+        for stage in reversed(range(len(parameters))):
+            seed, gradient = backward(parameters[stage], values[stage], seed)
+            sums[stage] = add(sums[stage], gradient)
+    return [update(p, mean(total, tokens)) for p, total in zip(parameters, sums, strict=True)], losses

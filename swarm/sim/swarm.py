@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.config import RunConfig
-from swarm.ids import Digest, MicrobatchId, PeerId, SessionId
+from swarm.ids import MicrobatchId, PeerId, SessionId
 from swarm.messages import Contact, VoidReply, VoidRequest
-from swarm.records import CommitRecord, Lineage, Term
+from swarm.records import CommitRecord, Lineage, PeerState, Term
 from swarm.roles.peer import Peer
 from swarm.roles.stepbook import StepBook
 from swarm.roles.trainer import Trainer
@@ -19,12 +20,11 @@ from swarm.sim.averager import Meetings, SimulatedAverager
 from swarm.sim.directory import Board, SimulatedDirectory
 from swarm.sim.executor import SimulatedExecutor
 from swarm.sim.loop import VirtualClock
-from swarm.sim.network import Network, Node, SimulatedCalls, Weather
-from swarm.sim.numeric import NumericBatches, NumericStage, reference
+from swarm.sim.network import Call, Network, Node, SimulatedCalls, Weather
+from swarm.sim.numeric import NumericBatches, NumericStage
+from swarm.sim.truth import Truth, Violation
 
-
-class Violation(AssertionError):
-    """A guarantee of the protocol does not hold."""
+Microbatches = frozenset[tuple[int, MicrobatchId]]
 
 
 class EventList:
@@ -59,6 +59,8 @@ class LivePeer:
     executor: SimulatedExecutor
     node: Node
     task: asyncio.Task[None]
+    trusted: bool = True
+    """False: a test has damaged its parameters, so they are not compared until it is made true again."""
 
 
 class SimulatedSwarm:
@@ -68,8 +70,10 @@ class SimulatedSwarm:
         self,
         config: RunConfig,
         weather: Weather | None = None,
-        poisoned: frozenset[tuple[int, MicrobatchId]] = frozenset(),
+        poisoned: Microbatches = frozenset(),
+        sick: Microbatches = frozenset(),
     ) -> None:
+        """``poisoned`` microbatches are not finite at any peer, ``sick`` ones only at peers started as sick."""
         self.config = config
         self.network = Network(weather)
         self.board = Board({}, {}, {})
@@ -79,22 +83,28 @@ class SimulatedSwarm:
         self.peers: dict[PeerId, LivePeer] = {}
         self.trainer: Trainer | None = None
         self.poisoned = poisoned
+        self.sick = sick
+        self.truth = Truth(config, poisoned | sick)
+        self.violation: Violation | None = None
+        """The first one found; it is raised where it is found, and kept in case that something swallows it."""
         self._lives: Counter[str] = Counter()
         self._terms: dict[SessionId, Term] = {}
-        self._states: dict[tuple[int, Digest], Digest] = {}
         self._voided: dict[tuple[SessionId, Lineage, Term, MicrobatchId], int] = {}
+        self._ended: list[asyncio.Task[None]] = []
+        self.network.before_call.append(self._before_call)
         self.network.after_call.append(self._after_call)
 
     # --- lives --------------------------------------------------------------------
 
-    def start_peer(self, name: str, stage: int, slowness: float = 1.0) -> PeerId:
+    def start_peer(self, name: str, stage: int, slowness: float = 1.0, sick: bool = False) -> PeerId:
         """Start a peer, or a new life of one that died."""
         peer_id = PeerId(name)
         if peer_id in self.peers:
             raise ValueError(f"{name} lives already")
         self._lives[name] += 1
         contact = Contact(peer=peer_id, session=SessionId(f"{name}#{self._lives[name]}"), endpoint=f"{name}:1")
-        module = NumericStage(stage, self.config.model.stage_count, self.poisoned)
+        poisoned = self.poisoned | self.sick if sick else self.poisoned
+        module = NumericStage(stage, self.config.model.stage_count, poisoned)
         executor = SimulatedExecutor(slowness)
         peer = Peer(
             config=self.config,
@@ -103,7 +113,7 @@ class SimulatedSwarm:
             module=module,
             executor=executor,
             averager=SimulatedAverager(self.meetings, contact),
-            calls=SimulatedCalls(self.network),
+            calls=SimulatedCalls(self.network, name),
             directory=SimulatedDirectory(self.board),
             clock=VirtualClock(),
             journal=self.journal,
@@ -123,18 +133,38 @@ class SimulatedSwarm:
         life.executor.close()
         self.network.leave(life.node)
         life.task.cancel()
+        self._ended.append(life.task)
         if record is not None:
             key = (self.config.hash, life.peer.seat.stage, peer_id)
             life.task.add_done_callback(lambda _: self.board.peers.setdefault(key, record))
 
-    def make_trainer(self, name: str = "trainer", state_timeout_seconds: float = 60.0) -> Trainer:
-        """A trainer that is not run yet."""
+    def may_kill(self, peer_id: PeerId) -> bool:
+        """Another living peer of the stage holds all that this one holds of what is, or may soon be, committed."""
+        victim = self.peers[peer_id].peer.seat
+        for life in self.peers.values():
+            seat = life.peer.seat
+            if life.node.contact.peer == peer_id or seat.stage != victim.stage or seat.state is not PeerState.READY:
+                continue
+            if seat.lineage.rank() < victim.lineage.rank() or not life.trusted:
+                continue
+            if seat.lineage != victim.lineage or victim.kept is None or victim.kept[0] != victim.lineage:
+                return True
+            if seat.kept is not None and seat.kept[0] == seat.lineage and seat.kept[1].digest == victim.kept[1].digest:
+                return True
+        return False
+
+    def make_trainer(
+        self, name: str = "trainer", state_timeout_seconds: float = 60.0, log: MemoryLog | None = None
+    ) -> Trainer:
+        """A trainer that is not run yet.  ``log`` becomes the swarm's log, by default the one that is there."""
+        if log is not None:
+            self.log = log
         self._lives[name] += 1
         self.trainer = Trainer(
             config=self.config,
             trainer=PeerId(name),
             session=SessionId(f"{name}#{self._lives[name]}"),
-            calls=SimulatedCalls(self.network),
+            calls=SimulatedCalls(self.network, name),
             directory=SimulatedDirectory(self.board),
             batches=NumericBatches(),
             log=self.log,
@@ -145,21 +175,34 @@ class SimulatedSwarm:
         return self.trainer
 
     async def close(self) -> None:
-        """End all peers and wait for their tasks."""
-        lives = list(self.peers.values())
+        """End all peers and wait for their tasks.  Raises what a peer's own task died of, if any did."""
         for peer_id in list(self.peers):
             self.kill_peer(peer_id)
-        for life in lives:
+        for task in self._ended:
             with contextlib.suppress(asyncio.CancelledError):
-                await life.task
+                await task
 
     # --- invariants -----------------------------------------------------------------
 
-    def _after_call(self, kind: str, to: Contact, request: Any, answer: Any) -> None:
+    def _before_call(self, call: Call) -> None:
+        with self._noting():
+            self.truth.saw(call)
+
+    def _after_call(self, call: Call, answer: Any) -> None:
+        request = call.request
         if isinstance(request, VoidRequest) and isinstance(answer, VoidReply) and not answer.held:
-            key = (to.session, request.key.lineage, request.key.term, request.microbatch)
+            key = (call.to.session, request.key.lineage, request.key.term, request.microbatch)
             self._voided[key] = max(request.below_try, self._voided.get(key, 0))
-        self.check()
+        with self._noting():
+            self.check()
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Violation as violation:
+            self.violation = self.violation or violation
+            raise
 
     def check(self) -> None:
         """Raise Violation if any guarantee is broken now."""
@@ -172,39 +215,39 @@ class SimulatedSwarm:
         if seat.term < self._terms.get(session, seat.term):
             raise Violation(f"{session} follows term {seat.term} after {self._terms[session]}")
         self._terms[session] = seat.term
-        if seat.book is not None:
-            self._check_book(session, seat.book, module)
-        known = self._states.setdefault((seat.stage, seat.lineage.chain), module.digest())
-        if known != module.digest():
-            raise Violation(f"{session}: two states of stage {seat.stage} at lineage {seat.lineage.chain[:8]}")
+        if life.task.done() and not life.task.cancelled():
+            raise Violation(f"{session} ended by itself")
+        if not life.trusted:
+            return
+        self._check_book(session, seat.book, module)
+        expected = self.truth.parameters(seat.lineage, seat.stage)
+        if module.parameters != expected:
+            version = seat.lineage.length
+            raise Violation(f"{session} at version {version}: parameters {module.parameters}, not {expected}")
 
-    def _check_book(self, session: SessionId, book: StepBook, module: NumericStage) -> None:
-        if +module.added != Counter(book.held.keys()):
-            raise Violation(f"{session} says it holds {sorted(book.held)}, its sum contains {dict(module.added)}")
+    def _check_book(self, session: SessionId, book: StepBook | None, module: NumericStage) -> None:
+        held = Counter(book.held.keys()) if book is not None else Counter()
+        if +module.added != held:
+            raise Violation(f"{session} says it holds {dict(held)}, its sum contains {dict(module.added)}")
+        if book is None:
+            return
         for microbatch, entry in book.held.items():
             least = self._voided.get((session, book.key.lineage, book.key.term, microbatch), 0)
             if entry.try_number < least:
                 raise Violation(f"{session} added try {entry.try_number} of {microbatch} after voiding below {least}")
 
-    def check_against_reference(self) -> None:
-        """Every living peer's parameters equal the single process's at its version, and no sample is missed."""
-        commits = self.log.commits
-        excluded = {c.step: frozenset(c.excluded) for c in commits}
-        versions = reference(
-            self.config.model.stage_count, len(commits), self.config.step.microbatches, excluded
-        )
-        chains = {Lineage.root(self.config.hash).chain: 0}
+    def check_finished(self, steps: int) -> None:
+        """The log holds all steps in one chain, every stage has a peer at its end, and peers agree with the truth."""
+        if self.violation is not None:
+            raise self.violation
+        self.check()
         lineage = Lineage.root(self.config.hash)
-        for commit in commits:
+        for commit in self.log.commits:
+            if commit.parent != lineage.chain:
+                raise Violation(f"the log breaks at step {commit.step}: its parent is {commit.parent[:8]}")
             lineage = lineage.after(commit)
-            chains[lineage.chain] = lineage.length
-            everything = frozenset(MicrobatchId(m) for m in range(self.config.step.microbatches))
-            if frozenset(commit.microbatches) | frozenset(commit.excluded) != everything:
-                raise Violation(f"step {commit.step} committed {commit.microbatches}, excluded {commit.excluded}")
-        for peer_id, life in self.peers.items():
-            version = chains.get(life.peer.seat.lineage.chain)
-            if version is None:
-                continue  # on a lineage that was discarded: it fetches state before it serves
-            expected = versions[version][life.peer.seat.stage]
-            if life.module.parameters != expected:
-                raise Violation(f"{peer_id} at version {version}: {life.module.parameters}, not {expected}")
+        if lineage.length != steps:
+            raise Violation(f"the log has {lineage.length} steps, not {steps}")
+        there = {life.peer.seat.stage for life in self.peers.values() if life.peer.seat.lineage == lineage}
+        if len(there) != self.config.model.stage_count:
+            raise Violation(f"only stages {sorted(there)} are at the end of the log")

@@ -30,12 +30,16 @@ from swarm.messages import (
 )
 from swarm.records import PeerState
 from swarm.wire import convert, fields
+from swarm.wire.scan import more_fields_than
 from swarm.wire.v1 import stage_pb2 as pb
 
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)
 
 MAX_STAGES = 1 << 16
+
+_OTHER_FIELDS = 64
+"""Fields of a message beside its list."""
 
 _TO_STATE = {
     PeerState.JOINING: pb.PEER_STATE_JOINING,
@@ -53,10 +57,14 @@ class Codec(Generic[V]):
     decode: Callable[[bytes], V]
 
 
-def codec(message: type[M], to_wire: Callable[[V], M], from_wire: Callable[[M], V]) -> Codec[V]:
-    """A codec by way of a protobuf message."""
+def codec(
+    message: type[M], to_wire: Callable[[V], M], from_wire: Callable[[M], V], most_entries: int = fields.MAX_MEMBERS
+) -> Codec[V]:
+    """A codec by way of a protobuf message whose longest list has ``most_entries``."""
 
     def decode(data: bytes) -> V:
+        if more_fields_than(data, most_entries + _OTHER_FIELDS):
+            raise BadRequest(f"{message.DESCRIPTOR.name}: more than {most_entries} entries")
         try:
             parsed = message.FromString(data)
         except DecodeError:
@@ -211,7 +219,8 @@ def _from_reduced(message: pb.ReduceReply) -> ReduceReply:
 def _to_adopt(value: AdoptRequest) -> pb.AdoptRequest:
     return pb.AdoptRequest(
         key=convert.to_key(value.key),
-        stage_commit=convert.to_stage_commit(value.stage_commit),
+        attempt=value.attempt,
+        digest=value.digest,
         donors=[convert.to_contact(donor) for donor in value.donors],
     )
 
@@ -219,7 +228,8 @@ def _to_adopt(value: AdoptRequest) -> pb.AdoptRequest:
 def _from_adopt(message: pb.AdoptRequest) -> AdoptRequest:
     return AdoptRequest(
         key=convert.from_key(message.key),
-        stage_commit=convert.from_stage_commit(message.stage_commit),
+        attempt=message.attempt,
+        digest=fields.digest("digest", message.digest),
         donors=fields.many("donors", message.donors, fields.MAX_MEMBERS, convert.from_contact),
     )
 
@@ -229,6 +239,7 @@ def _to_apply(value: ApplyRequest) -> pb.ApplyRequest:
         key=convert.to_key(value.key),
         commit=convert.to_commit(value.commit),
         donors=[convert.to_contact(donor) for donor in value.donors],
+        digest=value.digest,
     )
 
 
@@ -237,6 +248,7 @@ def _from_apply(message: pb.ApplyRequest) -> ApplyRequest:
         key=convert.from_key(message.key),
         commit=convert.from_commit("commit", message.commit),
         donors=fields.many("donors", message.donors, fields.MAX_MEMBERS, convert.from_contact),
+        digest=message.digest,
     )
 
 
@@ -282,7 +294,7 @@ VOID_REPLY = codec(pb.VoidReply, lambda v: pb.VoidReply(held=v.held), lambda m: 
 GREETING = codec(pb.Greeting, _to_greeting, _from_greeting)
 REPORT = codec(pb.PeerReport, _to_report, _from_report)
 FREEZE = codec(pb.FreezeRequest, _to_freeze, _from_freeze)
-FREEZE_REPLY = codec(pb.FreezeReply, _to_frozen, _from_frozen)
+FREEZE_REPLY = codec(pb.FreezeReply, _to_frozen, _from_frozen, fields.MAX_MICROBATCHES)
 DROP = codec(pb.DropRequest, _to_drop, _from_drop)
 DROP_REPLY: Codec[None] = codec(pb.DropReply, lambda _: pb.DropReply(), lambda _: None)
 REDUCE = codec(pb.ReduceRequest, _to_reduce, _from_reduce)

@@ -145,31 +145,13 @@ def from_mark(message: pb.ReducedMark) -> ReducedMark:
     )
 
 
-def to_stage_commit(commit: StageCommit) -> pb.StageCommit:
-    """Write one stage's part of a commit."""
-    return pb.StageCommit(
-        members=commit.members, attempt=commit.attempt, digest=commit.digest, squared_norm=commit.squared_norm
-    )
-
-
-def from_stage_commit(message: pb.StageCommit) -> StageCommit:
-    """Read one stage's part of a commit."""
-    return checked_stage_commit(
-        StageCommit(
-            members=fields.many("stage_commit.members", message.members, fields.MAX_MEMBERS, fields.peer),
-            attempt=message.attempt,
-            digest=fields.digest("stage_commit.digest", message.digest),
-            squared_norm=message.squared_norm,
-        )
-    )
-
-
 def checked_stage_commit(commit: StageCommit) -> StageCommit:
     """The same value.  Raises BadRequest if anything in it is out of range."""
     fields.many("stage_commit.members", commit.members, fields.MAX_MEMBERS, fields.peer)
     fields.count("stage_commit.attempt", commit.attempt, 1 << 32)
     fields.digest("stage_commit.digest", commit.digest)
     fields.amount("stage_commit.squared_norm", commit.squared_norm)
+    fields.count("stage_commit.samples", commit.samples)
     return commit
 
 

@@ -14,14 +14,19 @@ from google.protobuf.message import DecodeError
 
 from swarm.errors import BadRequest
 from swarm.tensors import Buffer
+from swarm.wire.scan import MALFORMED, Field, scan
 from swarm.wire.v1 import stage_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
 """Greatest data of one frame: far below gRPC's default message limit of 4 MiB, which is never raised."""
 
+MAX_FIELDS = 64
+"""Top-level fields of one frame: a head, two tensors, data, and room for later versions."""
+
 _DATA_FIELD = pb.Frame.DATA_FIELD_NUMBER
 _DATA_TAG = bytes([_DATA_FIELD << 3 | 2])
 _NOTHING = memoryview(b"")
+_NOWHERE = Field(_DATA_FIELD, 2, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,19 +48,17 @@ def encode(meta: pb.Frame | None, data: Buffer) -> bytes:
 def decode(message: bytes) -> Frame:
     """Parse one frame; ``data`` is a view into ``message``.  Raises BadRequest on malformed bytes."""
     view = memoryview(message)
-    cut = _find_data(view)
+    found = _find_data(view)
     try:
-        if cut is None:
+        if found is None:
             # Something rare or wrong: protobuf itself decides which.
             whole = pb.Frame.FromString(message)
             data = memoryview(whole.data)
             whole.ClearField("data")
             return Frame(meta=whole, data=data)
-        begin, start, stop = cut
-        rest = message[:begin] + message[stop:] if start < stop else message
-        if not rest:
-            return Frame(meta=None, data=view[start:stop])
-        return Frame(meta=pb.Frame.FromString(rest), data=view[start:stop])
+        rest = message[: found.begin] + message[found.stop :]
+        data = view[found.start : found.stop]
+        return Frame(meta=pb.Frame.FromString(rest) if rest else None, data=data)
     except DecodeError:
         raise BadRequest("frame: malformed protobuf") from None
 
@@ -67,45 +70,22 @@ def chunks(data: Buffer) -> Iterator[memoryview]:
         yield view[start : start + CHUNK_BYTES]
 
 
-def _find_data(view: memoryview) -> tuple[int, int, int] | None:
-    """Where the data field begins (its tag), where its payload starts and stops; (0, 0, 0) if there is none.
+def _find_data(view: memoryview) -> Field | None:
+    """The data field; an empty one of no place if there is none.
 
-    None if the message has groups, several data fields or anything wrong.
+    None if the message has groups, several data fields or anything wrong.  Raises BadRequest on too many fields.
     """
-    position, size = 0, len(view)
-    found: tuple[int, int, int] | None = None
-    while position < size:
-        begin = position
-        tag, position = _read_varint(view, position, 5)
-        match tag & 7:
-            case 0:
-                _, position = _read_varint(view, position, 10)
-            case 1:
-                position += 8
-            case 2:
-                length, position = _read_varint(view, position, 10)
-                if tag >> 3 == _DATA_FIELD:
-                    if found is not None or length > size - position:
-                        return None
-                    found = (begin, position, position + length)
-                position += length
-            case 5:
-                position += 4
-            case _:
-                return None
-        if position > size:
+    found: Field | None = None
+    for index, field in enumerate(scan(view)):
+        if index >= MAX_FIELDS:
+            raise BadRequest(f"frame: more than {MAX_FIELDS} fields")
+        if field.wire_type == MALFORMED:
             return None
-    return found or (0, 0, 0)
-
-
-def _read_varint(view: memoryview, position: int, most: int) -> tuple[int, int]:
-    """Value and the position after it; a position past the end if it is cut off or longer than ``most`` bytes."""
-    value = 0
-    for index, byte in enumerate(view[position : position + most]):
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            return value, position + index + 1
-    return 7, len(view) + 1
+        if field.number == _DATA_FIELD and field.wire_type == 2:
+            if found is not None:
+                return None
+            found = field
+    return found or _NOWHERE
 
 
 def _varint(value: int) -> bytes:

@@ -317,37 +317,29 @@ class ReduceReply(_message.Message):
     reason: str
     def __init__(self, reduced: _Optional[_Union[ReducedMark, _Mapping]] = ..., samples: _Optional[int] = ..., unreachable: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
-class StageCommit(_message.Message):
-    __slots__ = ("members", "attempt", "digest", "squared_norm")
-    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+class AdoptRequest(_message.Message):
+    __slots__ = ("key", "attempt", "digest", "donors")
+    KEY_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    SQUARED_NORM_FIELD_NUMBER: _ClassVar[int]
-    members: _containers.RepeatedScalarFieldContainer[str]
-    attempt: int
-    digest: str
-    squared_norm: float
-    def __init__(self, members: _Optional[_Iterable[str]] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., squared_norm: _Optional[float] = ...) -> None: ...
-
-class AdoptRequest(_message.Message):
-    __slots__ = ("key", "stage_commit", "donors")
-    KEY_FIELD_NUMBER: _ClassVar[int]
-    STAGE_COMMIT_FIELD_NUMBER: _ClassVar[int]
     DONORS_FIELD_NUMBER: _ClassVar[int]
     key: StepKey
-    stage_commit: StageCommit
+    attempt: int
+    digest: str
     donors: _containers.RepeatedCompositeFieldContainer[Contact]
-    def __init__(self, key: _Optional[_Union[StepKey, _Mapping]] = ..., stage_commit: _Optional[_Union[StageCommit, _Mapping]] = ..., donors: _Optional[_Iterable[_Union[Contact, _Mapping]]] = ...) -> None: ...
+    def __init__(self, key: _Optional[_Union[StepKey, _Mapping]] = ..., attempt: _Optional[int] = ..., digest: _Optional[str] = ..., donors: _Optional[_Iterable[_Union[Contact, _Mapping]]] = ...) -> None: ...
 
 class ApplyRequest(_message.Message):
-    __slots__ = ("key", "commit", "donors")
+    __slots__ = ("key", "commit", "donors", "digest")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMMIT_FIELD_NUMBER: _ClassVar[int]
     DONORS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     key: StepKey
     commit: str
     donors: _containers.RepeatedCompositeFieldContainer[Contact]
-    def __init__(self, key: _Optional[_Union[StepKey, _Mapping]] = ..., commit: _Optional[str] = ..., donors: _Optional[_Iterable[_Union[Contact, _Mapping]]] = ...) -> None: ...
+    digest: bool
+    def __init__(self, key: _Optional[_Union[StepKey, _Mapping]] = ..., commit: _Optional[str] = ..., donors: _Optional[_Iterable[_Union[Contact, _Mapping]]] = ..., digest: bool = ...) -> None: ...
 
 class StateMark(_message.Message):
     __slots__ = ("lineage", "squared_norm", "digest", "numeric_class")

@@ -1,0 +1,5 @@
+"""``python -m peers`` is ``swarm``."""
+
+from peers.cli import main
+
+main()

@@ -1,0 +1,223 @@
+"""The program ``swarm``: options in, exit code out.  Heavy imports happen in the command that needs them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from swarm import __version__
+from swarm.errors import ExitCode, Fatal, UsageError
+
+EPILOG = "exit codes: 0 done, 1 run or verification failed, 2 usage, 3 cannot join, 4 state lost, 130 interrupted"
+
+_OVERRIDES = {
+    "name": ("run.name", str),
+    "seed": ("run.seed", int),
+    "learning_rate": ("optimizer.learning_rate", float),
+    "microbatches": ("step.microbatches", int),
+    "microbatch_size": ("step.microbatch_size", int),
+    "data": ("data.path", str),
+}
+"""Flags that win over the run file."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors are UsageError, so that they end like all others: one line, exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see '{self.prog} --help')")
+
+
+def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = kind(text)
+        if value <= 0:
+            raise ValueError
+        return value
+
+    read.__name__ = f"positive {'whole ' if kind is int else ''}number"
+    return read
+
+
+def size(text: str) -> int:
+    """Bytes: '512M', '8G', '1.5GiB', or a plain number."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is no size; examples: 512M, 8G")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def peer_counts(text: str) -> tuple[int, ...]:
+    """'2,2,2' -> (2, 2, 2)."""
+    counts = tuple(int(part) for part in text.split(","))
+    if min(counts) < 1:
+        raise ValueError
+    return counts
+
+
+def slow_peer(text: str) -> tuple[int, int, float]:
+    """'1.0:4' -> (1, 0, 4.0): peer 0 of stage 1 takes four times as long."""
+    match = re.fullmatch(r"([0-9]+)\.([0-9]+):([0-9]+(?:\.[0-9]+)?)", text)
+    if match is None or float(match[3]) < 1:
+        raise ValueError
+    return int(match[1]), int(match[2]), float(match[3])
+
+
+size.__name__, peer_counts.__name__, slow_peer.__name__ = "size", "list of peers per stage", "STAGE.PEER:FACTOR"
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and options."""
+    top = _Parser(prog="swarm", description="Train one model on many unreliable machines, exactly.", epilog=EPILOG)
+    top.add_argument("--version", action="version", version=f"swarm {__version__}")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    def command(name: str, about: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=about, description=about, epilog=EPILOG)
+
+    bootstrap = command(
+        "bootstrap", "a DHT entry point; prints the address to join, and nothing else, on standard output"
+    )
+    bootstrap.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: %(default)s")
+    bootstrap.add_argument("--announce", metavar="HOST[:PORT]", help="what others dial, if it is not --listen")
+    bootstrap.add_argument("--identity", type=Path, metavar="FILE", help="key file; made once, then used again")
+
+    peer = command("peer", "serve one stage of a run")
+    _join(peer)
+    peer.add_argument("--run", metavar="NAME", help="which run, where several share one swarm")
+    peer.add_argument("--stage", type=int, metavar="N", help="default: the stage with the least throughput")
+    peer.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: %(default)s")
+    peer.add_argument("--announce", metavar="HOST:PORT", help="what others dial, if it is not --listen")
+    peer.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1; default: cuda if there is one"
+    )
+    peer.add_argument("--threads", type=_positive(int), default=1, metavar="N", help="compute threads; default: 1")
+    peer.add_argument("--max-memory", type=size, metavar="SIZE", help="of the stage's state; example: 8G")
+    peer.add_argument("--identity", type=Path, metavar="FILE", help="key file; made once, then used again")
+    peer.add_argument("--journal", type=Path, metavar="FILE", help="append events there as JSON lines")
+    peer.add_argument(
+        "--emulate-slowness", type=_positive(float), default=1.0, metavar="FACTOR",
+        help="for experiments: each computation takes so many times as long",
+    )  # fmt: skip
+
+    train = command(
+        "train", "publish a run if it is new, route its microbatches, lead its steps; run again, it continues"
+    )
+    _run_file(train)
+    _join(train)
+    train.add_argument("--steps", type=_positive(int), metavar="N", help="committed steps in all; default: total_steps")
+    train.add_argument("--state-dir", type=Path, metavar="DIR", help="default: ~/.local/state/swarm/NAME-HASH")
+    train.add_argument(
+        "--state-timeout", type=_positive(float), default=60.0, metavar="SECONDS",
+        help="give up (exit 4) when a committed state is held by nobody for so long; default: 60",
+    )  # fmt: skip
+    train.add_argument("--report", type=Path, metavar="FILE", help="write a JSON report and a plot beside it")
+    train.add_argument("--journal", type=Path, metavar="FILE", help="append events there as JSON lines")
+    train.add_argument("--journal-views", action="store_true", help="and what the screen shows, twice a second")
+
+    local = command("local", "a whole swarm as child processes on this machine")
+    _run_file(local)
+    local.add_argument("--peers", type=peer_counts, metavar="2,2,2", help="peers per stage; default: 1 each")
+    local.add_argument("--steps", type=_positive(int), metavar="N", help="default: total_steps of the optimizer")
+    local.add_argument("--kill-every", type=_positive(float), metavar="SECONDS", help="kill a peer so often")
+    local.add_argument("--start-every", type=_positive(float), metavar="SECONDS", help="start a peer so often")
+    local.add_argument(
+        "--slow", type=slow_peer, action="append", default=[], metavar="STAGE.PEER:FACTOR",
+        help="that peer takes FACTOR times as long; may be repeated",
+    )  # fmt: skip
+    local.add_argument("--state-timeout", type=_positive(float), default=60.0, metavar="SECONDS")
+    local.add_argument(
+        "--verify", action="store_true", help="compare with a single process afterwards; exit 1 if unequal"
+    )
+    local.add_argument("--report", type=Path, metavar="FILE", help="write a JSON report and a plot beside it")
+    local.add_argument("--keep", type=Path, metavar="DIR", help="keep the children's logs and journals there")
+
+    reference = command("reference", "the same run in a single process: the definition of what is right")
+    _run_file(reference)
+    reference.add_argument("--steps", type=_positive(int), metavar="N", help="default: total_steps of the optimizer")
+    reference.add_argument("--device", default="cpu", metavar="DEVICE", help="default: cpu")
+    reference.add_argument("--threads", type=_positive(int), default=1, metavar="N", help="default: 1")
+    reference.add_argument("--report", type=Path, metavar="FILE", help="write a JSON report and a plot beside it")
+
+    status = command("status", "who serves what, at which version, how fast; which stage has no peer")
+    _join(status)
+    status.add_argument("--run", metavar="NAME", help="only this run")
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for programs")
+    form.add_argument("--watch", action="store_true", help="again and again, until Ctrl-C")
+    return top
+
+
+def _join(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--join", nargs="+", required=True, metavar="ADDRESS", help="what `swarm bootstrap` or a peer prints"
+    )
+
+
+def _run_file(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run's config (docs/config.md)")
+    for flag, (key, kind) in _OVERRIDES.items():
+        command.add_argument(
+            f"--{flag.replace('_', '-')}", type=kind, dest=f"set_{flag}", metavar="VALUE", help=f"instead of {key}"
+        )
+
+
+def overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """The config keys that flags were given for."""
+    values = {key: getattr(options, f"set_{flag}", None) for flag, (key, _) in _OVERRIDES.items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def flags_of(values: dict[str, Any]) -> list[str]:
+    """Inverse of :func:`overrides`, for a child process."""
+    names = {key: f"--{flag.replace('_', '-')}" for flag, (key, _) in _OVERRIDES.items()}
+    return [word for key, value in values.items() for word in (names[key], str(value))]
+
+
+def run(arguments: Sequence[str]) -> ExitCode:
+    """Parse and run; every foreseen end is an exit code, and every failure one line on standard error."""
+    try:
+        options = parser().parse_args(arguments)
+        command = importlib.import_module(f"peers.{options.command}")
+        code: ExitCode = command.main(options)
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except Fatal as error:
+        print(f"swarm: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:
+        return ExitCode.FAILED
+    except BaseExceptionGroup as group:
+        return _explain(group)
+    return code
+
+
+def _explain(group: BaseExceptionGroup[BaseException]) -> ExitCode:
+    """The foreseen reason among several errors; if there is none, all of them, with their traces."""
+    for error in _leaves(group):
+        if isinstance(error, Fatal):
+            print(f"swarm: {error}", file=sys.stderr)
+            return error.exit_code
+    if group.subgroup(KeyboardInterrupt) is not None:
+        return ExitCode.INTERRUPTED
+    logging.getLogger(__name__).error("unforeseen", exc_info=group)
+    return ExitCode.FAILED
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for each in error.exceptions:
+            yield from _leaves(each)
+    else:
+        yield error
+
+
+def main() -> NoReturn:
+    """Entry point of the script ``swarm``."""
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,16 @@
+"""The real clock."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+
+class MonotonicClock:
+    """Implements :class:`swarm.ports.Clock`."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)

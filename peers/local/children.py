@@ -1,0 +1,147 @@
+"""The launcher's side of the nursery: start, signal and await the swarm's processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from swarm.errors import RunFailed
+
+CLI = "peers.cli:run"
+"""What a child runs unless a test says otherwise."""
+CLOSE_SECONDS = 12.0
+
+
+@dataclass(slots=True)
+class Child:
+    """One process of the swarm."""
+
+    name: str
+    log: Path
+    process: int = 0
+    exit_code: int | None = None
+    cpu_seconds: float = 0.0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def alive(self) -> bool:
+        """It has not ended."""
+        return self.exit_code is None
+
+    def last_words(self) -> str:
+        """The last line of what it printed."""
+        try:
+            lines = self.log.read_text(errors="replace").strip().splitlines()
+        except OSError:
+            return ""
+        return lines[-1] if lines else ""
+
+
+class Children:
+    """All processes of a local swarm; use as an async context manager."""
+
+    def __init__(self, logs: Path | None) -> None:
+        # Short, for the unix sockets in it; the nursery removes it at its end, however that comes.
+        self.folder = Path(tempfile.mkdtemp(prefix="swarm-local-"))
+        self.logs = logs or self.folder / "logs"
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self.by_name: dict[str, Child] = {}
+        self._nursery: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def __aenter__(self) -> Children:
+        ours, theirs = socket.socketpair()
+        log = os.open(self.logs / "nursery.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._nursery = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "peers.local.nursery",
+                str(theirs.fileno()),
+                str(self.folder),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        finally:
+            theirs.close()
+            os.close(log)
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        line = await reader.readline()
+        if not line:
+            raise RunFailed(f"the swarm's processes cannot be started: {self._nursery_words()}")
+        self._reader = asyncio.create_task(self._listen(reader), name="nursery")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def spawn(self, name: str, arguments: Sequence[str], *, entry: str = CLI) -> Child:
+        """Fork a child; its output goes to ``logs/NAME.log``."""
+        child = Child(name=name, log=self.logs / f"{name}.log")
+        self.by_name[name] = child
+        self._send(do="spawn", name=name, entry=entry, arguments=list(arguments), log=str(child.log))
+        return child
+
+    def signal(self, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a child."""
+        self._send(do="signal", name=name, signal=int(number))
+
+    async def close(self) -> None:
+        """End all children (SIGTERM, then SIGKILL) and the nursery."""
+        if self._nursery is None:
+            return
+        if self._nursery.returncode is None and self._writer is not None:
+            self._send(do="close")
+            try:
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    await self._nursery.wait()
+            except TimeoutError:
+                self._nursery.kill()
+                await self._nursery.wait()
+        if self._reader is not None:
+            await asyncio.wait({self._reader})
+        if self._writer is not None:
+            self._writer.close()
+        self._nursery = None
+
+    @property
+    def cpu_seconds(self) -> float:
+        """Of all children that have ended, and what they waited for."""
+        return sum(child.cpu_seconds for child in self.by_name.values())
+
+    def _send(self, **request: Any) -> None:
+        if self._writer is None or self._writer.is_closing():
+            raise RunFailed(f"the process that starts the swarm's processes is gone: {self._nursery_words()}")
+        self._writer.write(json.dumps(request).encode() + b"\n")
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            said = json.loads(line)
+            child = self.by_name.get(said.get("name", ""))
+            if child is None:
+                continue
+            if "exit" in said:
+                child.exit_code, child.cpu_seconds = said["exit"], said["cpu_seconds"]
+                child.ended.set()
+            else:
+                child.process = said["process"]
+        for child in self.by_name.values():
+            if child.alive:
+                child.exit_code = -signal.SIGKILL
+                child.ended.set()
+
+    def _nursery_words(self) -> str:
+        return Child(name="nursery", log=self.logs / "nursery.log").last_words()

@@ -1,0 +1,160 @@
+"""The command ``swarm local``: options, screen, summary, report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from peers import life
+from peers.local.children import Children
+from peers.local.launcher import LocalSwarm
+from peers.steps import steps_of
+from swarm.config import RunConfig, load
+from swarm.errors import ExitCode, RunFailed, UsageError
+from swarm.telemetry.journal import Event
+from swarm.telemetry.plot import plot_losses
+from swarm.telemetry.report import Failure, Report, Verification, ensure_writable
+from swarm.telemetry.screen import Screen
+from swarm.telemetry.words import describe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions:
+    """What ``swarm local`` was asked for, checked."""
+
+    run_file: Path
+    overrides: dict[str, Any]
+    config: RunConfig
+    peers: tuple[int, ...]
+    steps: int
+    kill_every_seconds: float | None = None
+    start_every_seconds: float | None = None
+    slowness: dict[tuple[int, int], float]
+    state_timeout_seconds: float = 60.0
+    verify: bool = False
+    report: Path | None = None
+    keep: Path | None = None
+
+    @staticmethod
+    def parse(options: argparse.Namespace) -> LocalOptions:
+        """Raises UsageError."""
+        from peers.cli import overrides
+
+        config = load(options.run_file, overrides(options))
+        count = config.model.stage_count
+        peers = options.peers or (1,) * count
+        if len(peers) != count:
+            raise UsageError(f"--peers {','.join(map(str, peers))}: the model has {count} stages; give {count} numbers")
+        for stage, index, factor in options.slow:
+            if stage >= count or index >= peers[stage]:
+                raise UsageError(f"--slow {stage}.{index}:{factor:g}: there is no peer {index} of stage {stage}")
+        if options.report is not None:
+            ensure_writable(options.report)
+        return LocalOptions(
+            run_file=options.run_file,
+            overrides=overrides(options),
+            config=config,
+            peers=peers,
+            steps=steps_of(config, options.steps),
+            kill_every_seconds=options.kill_every,
+            start_every_seconds=options.start_every,
+            slowness={(stage, index): factor for stage, index, factor in options.slow},
+            state_timeout_seconds=options.state_timeout,
+            verify=options.verify,
+            report=options.report,
+            keep=options.keep,
+        )
+
+
+def main(options: argparse.Namespace) -> ExitCode:
+    """Runs until the steps are committed (and verified)."""
+    checked = LocalOptions.parse(options)
+    life.prepare()
+    return life.run(_run(checked), on_sigterm=ExitCode.INTERRUPTED)
+
+
+async def _run(options: LocalOptions) -> None:
+    async with Children(options.keep) as children:
+        swarm = LocalSwarm(options, children)
+        with Screen(options.steps) as screen:
+            swarm.events.subscribe(lambda event: screen.event(describe(event)))
+            await swarm.start()
+            trained = await swarm.train(screen)
+        verdict: dict[str, Any] | None = None
+        if options.verify:
+            with Screen(options.steps) as screen:
+                verdict = await swarm.verify(trained, screen)
+        await swarm.stop()
+        report = _report(options, swarm, trained, verdict)
+    await asyncio.to_thread(_write, options, swarm, report, verdict)
+    _summarise(options, swarm, report, verdict)
+    if report.verify is not None and not report.verify.ok:
+        raise RunFailed("the swarm's result differs from a single process's")
+
+
+def _report(options: LocalOptions, swarm: LocalSwarm, trained: Report, verdict: dict[str, Any] | None) -> Report:
+    own = os.times()
+    update: dict[str, Any] = {
+        "cpu_seconds": own.user + own.system + swarm.cpu_seconds,
+        "wall_seconds": swarm.trained_seconds,
+        "failures": tuple(sorted([*trained.failures, *_kills(swarm)], key=lambda failure: failure.time_seconds)),
+    }
+    if verdict is not None:
+        update["parameter_norms"] = tuple(verdict["parameter_norms"])
+        update["parameter_digest"] = tuple(verdict["parameter_digest"])
+        update["verify"] = Verification(
+            relative_difference=verdict["relative_difference"],
+            loss_difference=verdict["loss_difference"],
+            tolerance=verdict["tolerance"],
+            ok=verdict["ok"],
+        )
+    return trained.model_copy(update=update)
+
+
+def _kills(swarm: LocalSwarm) -> list[Failure]:
+    return [
+        Failure(time_seconds=event.time_seconds, peer=str(event.fields["peer"]), stage=_stage(event), kind="killed")
+        for event in swarm.events.events
+        if event.kind == "kill"
+    ]
+
+
+def _stage(event: Event) -> int:
+    return int(str(event.fields["stage"]))
+
+
+def _write(options: LocalOptions, swarm: LocalSwarm, report: Report, verdict: dict[str, Any] | None) -> None:
+    if options.report is None:
+        return
+    report.write(options.report)
+    plot_losses(
+        options.report.with_suffix(".png"),
+        [float("nan") if loss is None else loss for loss in report.losses],
+        reference_losses=verdict["reference_losses"] if verdict is not None else None,
+        failures=swarm.kill_steps,
+        title=options.config.run.name,
+    )
+
+
+def _summarise(options: LocalOptions, swarm: LocalSwarm, report: Report, verdict: dict[str, Any] | None) -> None:
+    losses = [loss for loss in report.losses if loss is not None]
+    fell = f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else ""
+    print(f"{report.steps} steps in {report.wall_seconds:.0f} s, {report.tokens_per_second or 0:.0f} tokens/s{fell}")
+    counts = report.microbatches
+    print(
+        f"peers killed {len(swarm.kill_steps)}, started on the way {swarm.started_on_the_way}; microbatches "
+        f"{counts.completed} completed, {counts.retried} retried, {counts.repaired} repaired, "
+        f"{counts.excluded} excluded"
+    )
+    if verdict is not None:
+        same = "equals" if verdict["ok"] else "DIFFERS FROM"
+        print(
+            f"the result {same} a single process: parameters differ by {verdict['relative_difference']:.1e} of what "
+            f"training changed (tolerance {verdict['tolerance']:.0e}), losses by {verdict['loss_difference']:.1e}"
+        )
+    if options.report is not None:
+        print(f"report: {options.report}, plot: {options.report.with_suffix('.png')}")

@@ -1,0 +1,247 @@
+"""``swarm train``: owns the data, routes the microbatches, leads the steps."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from peers import life
+from peers.clock import MonotonicClock
+from peers.steps import steps_of
+from peers.views import view_of
+from swarm.config import RunConfig, load
+from swarm.dht.addresses import parse_join
+from swarm.errors import ExitCode, UsageError
+from swarm.ids import new_session
+from swarm.ports import Directory, StageCalls
+from swarm.records import CommitRecord
+from swarm.roles.trainer import Trainer
+from swarm.storage.commit_log import FileCommitLog, TrainerFolder, default_folder
+from swarm.telemetry.journal import Event, EventJournal
+from swarm.telemetry.plot import plot_losses
+from swarm.telemetry.progress import Pace, RunView
+from swarm.telemetry.report import Failure, Microbatches, Report, ensure_writable
+from swarm.telemetry.screen import Screen
+from swarm.telemetry.words import describe
+
+QUIET = frozenset({"step", "view", "applied", "voided", "retried", "fenced", "peer_joined"})
+"""Events that the screen does not list: too many, or shown otherwise."""
+VIEW_SECONDS = 0.5
+FAILURE_KINDS = frozenset({"peer_lost", "peer_suspected", "peer_diverged", "not_finite", "attempt_failed"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """What ``swarm train`` was asked for, checked."""
+
+    config: RunConfig
+    join: tuple[str, ...]
+    steps: int
+    state_dir: Path
+    state_timeout_seconds: float
+    report: Path | None
+    journal: Path | None
+    journal_views: bool = False
+    """The journal is the screen: whoever reads it shows it."""
+    socket_root: Path | None = None
+
+    @staticmethod
+    def parse(options: argparse.Namespace) -> TrainOptions:
+        """Raises UsageError."""
+        from peers.cli import overrides
+
+        config = load(options.run_file, overrides(options))
+        if options.report is not None:
+            ensure_writable(options.report)
+        return TrainOptions(
+            config=config,
+            join=tuple(str(address) for address in parse_join(options.join)),
+            steps=steps_of(config, options.steps),
+            state_dir=options.state_dir or default_folder(config),
+            state_timeout_seconds=options.state_timeout,
+            report=options.report,
+            journal=options.journal,
+            journal_views=options.journal_views,
+        )
+
+
+def main(options: argparse.Namespace) -> ExitCode:
+    """Runs until the steps are committed."""
+    checked = TrainOptions.parse(options)
+    life.prepare()
+    return life.run(TrainProgram(checked).run(), on_sigterm=ExitCode.INTERRUPTED)
+
+
+class TrainProgram:
+    """Composes a trainer.  ``make_calls`` is a part that a test-only program may wrap."""
+
+    def __init__(self, options: TrainOptions) -> None:
+        self.options = options
+        self.journal = EventJournal(path=options.journal)
+        self._clock = MonotonicClock()
+        self._began = time.monotonic()
+        self._pace = Pace(began_seconds=self._began)
+        self._done_before = 0
+
+    def make_calls(self, calls: StageCalls) -> StageCalls:
+        """Calls to peers."""
+        return calls
+
+    async def run(self) -> None:
+        """Train; write the report also when the run ends early with an error."""
+        from swarm.data.text import TextBatches
+        from swarm.dht.directory import HivemindDirectory
+        from swarm.dht.node import start_node
+        from swarm.rpc.client import GrpcStageCalls
+
+        options, config = self.options, self.options.config
+        batches = await asyncio.to_thread(TextBatches, config)
+        folder = TrainerFolder(options.state_dir, config)
+        log = FileCommitLog(folder.commits)
+        node = await start_node(identity_path=folder.identity, join=options.join, socket_root=options.socket_root)
+        calls = GrpcStageCalls()
+        try:
+            directory = HivemindDirectory(node)
+            await refuse_other_config(directory, config)
+            trainer = Trainer(
+                config=config,
+                trainer=node.peer_id,
+                session=new_session(),
+                calls=self.make_calls(calls),
+                directory=directory,
+                batches=batches,
+                log=log,
+                clock=self._clock,
+                journal=self.journal,
+                state_timeout_seconds=options.state_timeout_seconds,
+                on_step=self._stepped,
+            )
+            with Screen(options.steps) as screen:
+                await self._train(trainer, screen)
+        finally:
+            await calls.close()
+            await node.close()
+            self.journal.close()
+
+    async def _train(self, trainer: Trainer, screen: Screen) -> None:
+        if not self.options.journal_views:
+            self.journal.subscribe(lambda event: _show(screen, event))
+        showing = asyncio.create_task(self._show_views(trainer, screen), name="screen")
+        try:
+            await trainer.run(self.options.steps)
+        finally:
+            showing.cancel()
+            await asyncio.wait({showing})
+            self._note_view(trainer, screen)
+            self._report(trainer, screen)
+
+    # --- screen and report --------------------------------------------------------------
+
+    def _stepped(self, commit: CommitRecord) -> None:
+        self._pace.step(time.monotonic(), sum(commit.tokens))
+
+    async def _show_views(self, trainer: Trainer, screen: Screen) -> None:
+        while True:
+            self._note_view(trainer, screen)
+            await asyncio.sleep(VIEW_SECONDS)
+
+    def _note_view(self, trainer: Trainer, screen: Screen) -> None:
+        view = view_of(self.options.config, trainer, self._pace, self.options.steps, time.monotonic())
+        screen.update(view)
+        if self.options.journal_views:
+            self.journal.record("view", view=json.dumps(asdict(view)))
+
+    def _report(self, trainer: Trainer, screen: Screen) -> None:
+        if self.options.report is None or trainer.progress.lineage is None:
+            return
+        report = self.report(trainer)
+        report.write(self.options.report)
+        if not self.options.journal_views:
+            picture = self.options.report.with_suffix(".png")
+            losses = [float("nan") if loss is None else loss for loss in report.losses]
+            plot_losses(picture, losses, title=self.options.config.run.name)
+            screen.event(f"report: {self.options.report}, plot: {picture}")
+
+    def report(self, trainer: Trainer) -> Report:
+        """What this process did; the losses are those of the whole run as far as they are known."""
+        progress, wall = trainer.progress, time.monotonic() - self._began
+        mine = [c for c in progress.commits if c.step in progress.step_seconds]
+        tokens, seconds = sum(sum(c.tokens) for c in mine), sum(progress.step_seconds.values())
+        marks = [sorted(stage.items()) for stage in progress.marks]
+        cpu = os.times()
+        return Report(
+            config_hash=self.options.config.hash,
+            steps=progress.lineage.length if progress.lineage else 0,
+            losses=tuple(c.loss for c in progress.commits),
+            tokens_per_second=tokens / seconds if seconds else None,
+            cpu_seconds=cpu.user + cpu.system + cpu.children_user + cpu.children_system,
+            wall_seconds=wall,
+            microbatches=Microbatches(**asdict(progress.counts)),
+            samples_per_stage_and_step=tuple(
+                tuple(c.stages[stage].samples for c in progress.commits)
+                for stage in range(self.options.config.model.stage_count)
+            ),
+            failures=tuple(failures_of(self.journal.events)),
+            parameter_norms=tuple(stage[0][1].squared_norm ** 0.5 for stage in marks if stage),
+            parameter_digest=tuple(stage[0][1].digest or "" for stage in marks if stage),
+        )
+
+
+async def refuse_other_config(directory: Directory, config: RunConfig) -> None:
+    """Raise UsageError if peers of a run with the same name and another config live."""
+    for other in await directory.runs():
+        if other.run.name != config.run.name or other.hash == config.hash:
+            continue
+        peers = [p for stage in range(other.model.stage_count) for p in await directory.peers(other.hash, stage)]
+        if peers:
+            raise UsageError(
+                f"run '{config.run.name}' is served by {len(peers)} peers with another config "
+                f"({other.hash[:12]}, this one is {config.hash[:12]}): {difference(other, config)}; choose another name"
+            )
+
+
+def difference(theirs: RunConfig, ours: RunConfig) -> str:
+    """The keys in which two published configs differ, with both values."""
+    a, b = json.loads(theirs.published()), json.loads(ours.published())
+    return ", ".join(
+        f"{section}.{key} is {a[section].get(key)!r} there and {b[section].get(key)!r} here"
+        for section in sorted(a)
+        for key in sorted(a[section].keys() | b[section].keys())
+        if a[section].get(key) != b[section].get(key)
+    )
+
+
+def failures_of(events: tuple[Event, ...]) -> list[Failure]:
+    """Events that the report lists as failures."""
+    return [
+        Failure(
+            time_seconds=event.time_seconds,
+            peer=str(event.fields.get("peer", "")),
+            stage=int(str(event.fields["stage"])) if event.fields.get("stage") is not None else None,
+            kind=event.kind,
+        )
+        for event in events
+        if event.kind in FAILURE_KINDS
+    ]
+
+
+def _show(screen: Screen, event: Event) -> None:
+    if event.kind not in QUIET:
+        screen.event(describe(event))
+
+
+def view_from_json(text: str) -> RunView:
+    """Inverse of what the trainer's journal says of its view.  Raises ValueError or TypeError."""
+    from swarm.telemetry.progress import PeerRow, StageRow
+
+    raw = json.loads(text)
+    raw["stages"] = tuple(
+        StageRow(stage=s["stage"], peers=tuple(PeerRow(**p) for p in s["peers"])) for s in raw["stages"]
+    )
+    raw["events"] = tuple(raw["events"])
+    return RunView(**raw)
