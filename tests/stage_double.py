@@ -211,8 +211,9 @@ async def served(
     stage: EchoStage, limits: Limits | None = None, check: SpecCheck = any_specs
 ) -> AsyncIterator[tuple[GrpcStageCalls, Contact]]:
     """A server of ``stage`` on loopback, a client and the contact to call."""
-    server = StageServer(stage, peer=PEER, session=SESSION, limits=limits, check=check)
-    port = await server.start("127.0.0.1:0")
+    server = StageServer(peer=PEER, session=SESSION, limits=limits, check=check)
+    port = await server.bind("127.0.0.1:0")
+    await server.start(stage)
     calls = GrpcStageCalls()
     try:
         yield calls, Contact(peer=PEER, session=SESSION, endpoint=f"127.0.0.1:{port}")

@@ -329,8 +329,9 @@ def test_stopping_the_server_ends_calls_and_the_next_life_is_reached() -> None:
     async def main() -> None:
         stage = EchoStage()
         stage.gate.clear()
-        server = StageServer(stage, peer=PEER, session=SESSION)
-        port = await server.start("127.0.0.1:0")
+        server = StageServer(peer=PEER, session=SESSION)
+        port = await server.bind("127.0.0.1:0")
+        await server.start(stage)
         to = Contact(peer=PEER, session=SESSION, endpoint=f"127.0.0.1:{port}")
         calls = GrpcStageCalls()
         task = asyncio.create_task(calls.forward(to, forward_request(tensor(b"abc"))))
@@ -341,8 +342,9 @@ def test_stopping_the_server_ends_calls_and_the_next_life_is_reached() -> None:
         with pytest.raises(Unreachable):
             await calls.greet(to, GREETING, 5)
         next_life = SessionId("f" * 16)
-        server = StageServer(EchoStage(), peer=PEER, session=next_life)
-        assert await server.start(f"127.0.0.1:{port}") == port
+        server = StageServer(peer=PEER, session=next_life)
+        assert await server.bind(f"127.0.0.1:{port}") == port
+        await server.start(EchoStage())
         # The same client gets through once its pause after the failed attempt is over: 0.1 s, by default 1 s.
         async with asyncio.timeout(0.75):
             assert await _reached(lambda: calls.greet(replace(to, session=next_life), GREETING, 5)) == report()
@@ -560,10 +562,11 @@ def test_the_bases_travel_as_something_of_their_kind(error: Retryable | Refused)
 def test_a_port_in_use_is_named_and_the_first_server_undisturbed() -> None:
     async def main() -> None:
         async with served(EchoStage()) as (calls, to):
-            second = StageServer(EchoStage(), peer=PeerId("second"), session=SESSION)
+            second = StageServer(peer=PeerId("second"), session=SESSION)
             port = to.endpoint.rpartition(":")[2]
             with pytest.raises(CannotJoin, match=port):
-                await second.start(to.endpoint)
+                await second.bind(to.endpoint)
+            await second.stop(0)
             for _ in range(20):
                 fresh = GrpcStageCalls()
                 assert await fresh.greet(to, GREETING, 5) == report()
@@ -575,12 +578,27 @@ def test_a_port_in_use_is_named_and_the_first_server_undisturbed() -> None:
 
 def test_thirty_automatic_ports_are_distinct() -> None:
     async def main() -> None:
-        servers = [StageServer(EchoStage(), peer=PEER, session=SESSION) for _ in range(30)]
-        ports = [await server.start("127.0.0.1:0") for server in servers]
+        servers = [StageServer(peer=PEER, session=SESSION) for _ in range(30)]
+        ports = [await server.bind("127.0.0.1:0") for server in servers]
         assert len(set(ports)) == 30
         assert all(0 < port < 1 << 16 for port in ports)
         for server in servers:
             await server.stop(0)
+
+    run(main())
+
+
+def test_a_caller_between_bind_and_start_is_served_after_it() -> None:
+    async def main() -> None:
+        server = StageServer(peer=PEER, session=SESSION)
+        port = await server.bind("127.0.0.1:0")
+        calls = GrpcStageCalls()
+        contact = Contact(peer=PEER, session=SESSION, endpoint=f"127.0.0.1:{port}")
+        early = asyncio.create_task(calls.greet(contact, GREETING, 10))
+        await server.start(EchoStage())
+        assert await early == report()
+        await calls.close()
+        await server.stop(0)
 
     run(main())
 

@@ -9,7 +9,7 @@ from swarm.ids import RunHash
 from swarm.messages import Contact, StateHead, StateRequest
 from swarm.policy.deadlines import Limits
 from swarm.ports import Clock, Directory, Executor, Journal, Priority, StageCalls, StageModule
-from swarm.records import PeerRecord, PeerState
+from swarm.records import Lineage, PeerRecord, PeerState
 from swarm.roles.seat import Seat
 
 POLL_SECONDS = 1.0
@@ -58,7 +58,9 @@ class CatchUp:
                     return
                 except (Retryable, Refused) as error:
                     self._journal.record("donor_failed", peer=donor.peer, stage=self._seat.stage, reason=str(error))
-            if self._seat.behind is None and not donors:
+            if not donors and self._seat.behind in (None, Lineage.root(self._run)):
+                await self._executor.run(Priority.CONTROL, self._start_over)
+                self._seat.behind = None
                 self._seat.set_state(PeerState.READY)
                 return
             if not waiting:
@@ -105,6 +107,12 @@ class CatchUp:
             nbytes=head.total_bytes,
             seconds=self._clock.now() - started,
         )
+
+    def _start_over(self) -> None:
+        """A new peer is at version 0 as it is; one that was told to go back there is made so."""
+        if self._seat.behind is not None:
+            self._module.reset()
+            self._seat.replace(Lineage.root(self._run), ())
 
     def _load(self, head: StateHead, data: bytearray) -> None:
         try:

@@ -87,8 +87,10 @@ class StageClose:
         return self._ledger.attempts[self._stage]
 
     async def run(self) -> StageResult:
-        """Close and reduce until a result with the full weight exists."""
+        """Close and reduce until a result with the full weight exists.  Raises RunFailed if nothing is left to train."""
         while True:
+            if self._ledger.tokens <= 0:
+                raise RunFailed(f"step {self._key.step} has no finite microbatch with tokens to train on")
             close = await self._close()
             result = await self._reduce(close)
             if result is not None:

@@ -194,7 +194,8 @@ class Peer:
         seat = self.seat
         seat.check_place(request.run, seat.stage)
         seat.follow(request.term)
-        if request.lineage is not None and seat.state is PeerState.READY:
+        known = request.lineage is not None and not seat.has_outrun(request.term, request.lineage)
+        if request.lineage is not None and known and seat.state is PeerState.READY:
             away = request.lineage != seat.lineage and request.lineage.length != seat.lineage.length + 1
             if request.distrust or away:
                 seat.fall_behind(request.lineage)

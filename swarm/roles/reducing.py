@@ -7,7 +7,7 @@ import hashlib
 from functools import partial
 from typing import Any
 
-from swarm.errors import BadReply, BadRequest, PeerFailed, ReduceFailed, Refused, Retryable
+from swarm.errors import BadReply, BadRequest, Frozen, PeerFailed, ReduceFailed, Refused, Retryable
 from swarm.ids import Digest, PeerId
 from swarm.messages import (
     AdoptRequest,
@@ -78,9 +78,21 @@ class Reducing:
         """Take part in an all-reduce.  The same request again joins the one that runs, or repeats its result."""
         await self._reach(request.key)
         if self._running is None or self._running[0] != request:
+            if self._running is not None and self._later(self._running[0], request):
+                raise Frozen(f"attempt {request.attempt} is over, {self._running[0].attempt} is being reduced")
             await self.close()
             self._running = (request, asyncio.create_task(self._reduce(request)))
-        return await asyncio.shield(self._running[1])
+        task = self._running[1]
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Frozen(f"attempt {request.attempt} of step {request.key.step} was ended by a later one") from None
+            raise
+
+    @staticmethod
+    def _later(running: ReduceRequest, request: ReduceRequest) -> bool:
+        return running.key == request.key and running.attempt > request.attempt
 
     async def reopen(self, key: StepKey, attempt: int) -> None:
         """End a reduce of an earlier attempt, step or lead: nothing may change the sum while it is read."""

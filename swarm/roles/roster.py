@@ -40,6 +40,8 @@ class Member:
     """It computed what others did not: told to fetch state when it is greeted next."""
     greeted: Lineage | None = None
     """What its record said when it was greeted last."""
+    told: Lineage | None = None
+    """The run's lineage that it was told of last."""
 
     @property
     def peer(self) -> PeerId:
@@ -217,7 +219,9 @@ class Roster:
     def _greet_due(self, member: Member) -> bool:
         if member.health.suspected:
             return member.health.greet_due(self._clock.now())
-        return member.greeted is None
+        # Whoever is left behind by a commit must hear of it, or it would wait for work for ever.
+        left_behind = member.lineage != self.lineage and member.told != self.lineage
+        return member.greeted is None or left_behind
 
     async def greet(self, member: Member) -> PeerReport | None:
         """Ask a peer what it holds; None if it did not answer.  Raises Superseded if it follows a higher term."""
@@ -236,6 +240,7 @@ class Roster:
                 self._journal.record("peer_suspected", peer=member.peer, stage=member.stage, reason=str(error))
             return None
         member.distrusted = False
+        member.told = greeting.lineage
         member.took(report)
         member.greeted = member.lineage
         self.answered(member)

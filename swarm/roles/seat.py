@@ -95,6 +95,10 @@ class Seat:
         self.behind = lineage
         self.set_state(PeerState.JOINING)
 
+    def has_outrun(self, term: Term, lineage: Lineage) -> bool:
+        """The lead of ``term`` has committed beyond ``lineage`` itself: what it said of it comes late."""
+        return bool(self.commits) and self.commits[-1].term == term and lineage.length < self.lineage.length
+
     def set_state(self, state: PeerState) -> None:
         """Change state and tell whoever announces.  Draining is final."""
         if self.state is not PeerState.DRAINING:

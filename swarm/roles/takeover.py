@@ -88,8 +88,13 @@ class Takeover:
         self._state_timeout_seconds = state_timeout_seconds
 
     async def raise_term(self, last_known: int) -> tuple[Term, list[PeerReport]]:
-        """A term that every reachable peer follows, and what they hold, once each stage has an answer."""
+        """A term that every reachable peer follows, and what they hold, once each stage has an answer.
+
+        The first one that nobody refuses may be one that peers follow already, on the word of an earlier life of this
+        trainer: so the next one is taken.  Whoever missed the first greeting also hears the second.
+        """
         number = last_known + 1
+        raised = False
         told: set[int] = set()
         while True:
             self._roster.term = Term(number, self._trainer)
@@ -100,8 +105,11 @@ class Takeover:
                 number += 1  # the lease was lost or old; peers know better
                 continue
             missing = set(range(len(self._roster.stages))) - {report.stage for report in reports}
-            if not missing:
+            if not missing and raised:
                 return self._roster.term, reports
+            if not missing:
+                raised, number = True, number + 1
+                continue
             for stage in sorted(missing - told):
                 self._journal.record("stage_empty", stage=stage)
             told |= missing
