@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import random
 from collections.abc import Coroutine
@@ -13,7 +12,6 @@ from typing import Any
 from swarm.config import RunConfig, parse
 from swarm.errors import Superseded
 from swarm.ids import MicrobatchId, PeerId
-from swarm.records import PeerState
 from swarm.roles.trainer import Trainer
 from swarm.sim.loop import run
 from swarm.sim.network import Call, Fate
@@ -23,6 +21,8 @@ FAULTS_END_SECONDS = 40.0
 """Virtual time after which nothing fails any more."""
 BOUND_SECONDS = FAULTS_END_SECONDS + 400.0
 """Virtual time by which a run must be complete: the longest ban (300 s) and some calls with all patience."""
+OPERATOR_RESTARTS = 3
+"""Times that the last trainer is started again because a term higher than its own turned up."""
 
 
 def run_config(stages: int, microbatches: int) -> RunConfig:
@@ -161,27 +161,43 @@ class Chaos:
         for index in range(self.schedule.joiners):
             self._later(self.join_late(f"joiner{index}"))
         swarm, steps = self.swarm, self.schedule.steps
-        trainer = swarm.make_trainer()
+        name, number = "trainer", 1
+        trainer = swarm.make_trainer(name)
         task = asyncio.create_task(trainer.run(steps))
         old: list[asyncio.Task[None]] = []
         for what in self.schedule.restarts:
             await asyncio.wait({task}, timeout=self.rng.uniform(0.3, 8.0))
             if task.done():
                 break
-            if what != "second trainer":
+            if what == "second trainer":
+                number += 1
+                name = f"trainer{number}"
+            else:
                 task.cancel()
             old.append(task)
             log = MemoryLog() if what == "restart with empty log" else MemoryLog(list(swarm.log.commits))
-            trainer = swarm.make_trainer(log=log)
+            trainer = swarm.make_trainer(name, log=log, sees_lead=False)
+            task = asyncio.create_task(trainer.run(steps))
+        for _ in range(OPERATOR_RESTARTS):
+            await asyncio.wait({task})
+            if not superseded(task):
+                break  # else a life of a trainer that is gone had raised the term where nobody could be reached
+            trainer = swarm.make_trainer(name, log=MemoryLog(list(swarm.log.commits)), sees_lead=False)
             task = asyncio.create_task(trainer.run(steps))
         await task
+        await asyncio.wait(old) if old else None
         for each in old:
-            with contextlib.suppress(asyncio.CancelledError):
-                try:
-                    await each
-                except* Superseded:
-                    pass
+            if not each.cancelled() and not superseded(each):
+                await each
         return trainer
+
+
+def superseded(task: asyncio.Task[None]) -> bool:
+    """It ended, and of nothing but that another trainer leads."""
+    error = None if task.cancelled() else task.exception()
+    if isinstance(error, ExceptionGroup):
+        return error.split(Superseded)[1] is None
+    return isinstance(error, Superseded)
 
 
 async def play(schedule: Schedule) -> SimulatedSwarm:
@@ -215,8 +231,6 @@ async def play(schedule: Schedule) -> SimulatedSwarm:
     gc.collect()
     if complaints or swarm.network.failures:
         raise AssertionError(f"not retrieved or not foreseen: {complaints} {swarm.network.failures}")
-    ready = {life.peer.seat.stage for life in swarm.peers.values() if life.peer.seat.state is PeerState.READY}
-    del ready
     return swarm
 
 

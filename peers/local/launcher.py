@@ -84,7 +84,7 @@ class LocalSwarm:
         """Start the trainer, or start it again."""
         options = self.options
         arguments = ["train", str(options.run_file), "--join", self._address, "--steps", str(options.steps)]
-        arguments += ["--state-dir", str(self.children.folder / "trainer")]
+        arguments += ["--state-dir", str(self.children.logs / "trainer")]
         arguments += ["--state-timeout", str(options.state_timeout_seconds)]
         arguments += ["--report", str(self._trainer_report), "--journal", str(self._journal("trainer"))]
         arguments += ["--journal-views", *self._override_flags()]

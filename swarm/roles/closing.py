@@ -89,8 +89,6 @@ class StageClose:
     async def run(self) -> StageResult:
         """Close and reduce until a result with the full weight exists.  Raises RunFailed if nothing is left to train."""
         while True:
-            if self._ledger.tokens <= 0:
-                raise RunFailed(f"step {self._key.step} has no finite microbatch with tokens to train on")
             close = await self._close()
             result = await self._reduce(close)
             if result is not None:
@@ -101,6 +99,8 @@ class StageClose:
 
     async def _close(self) -> Close:
         while True:
+            if self._ledger.tokens <= 0:
+                raise RunFailed(f"step {self._key.step} has no finite microbatch with tokens to train on")
             await self._fences.lift(self._stage)
             close = await self._freeze()
             plan = self._plan(close)
@@ -196,8 +196,6 @@ class StageClose:
     async def _reduce(self, close: Close) -> StageResult | None:
         """One attempt; None if nobody has the full weight, and then whoever is to blame is fenced."""
         total = self._ledger.tokens
-        if total <= 0:
-            raise RunFailed(f"step {self._key.step} has no finite microbatch with tokens to train on")
         group = tuple(
             GroupMember(
                 contact=close.members[peer].contact,

@@ -194,11 +194,11 @@ class Peer:
         seat = self.seat
         seat.check_place(request.run, seat.stage)
         seat.follow(request.term)
-        known = request.lineage is not None and not seat.has_outrun(request.term, request.lineage)
-        if request.lineage is not None and known and seat.state is PeerState.READY:
-            away = request.lineage != seat.lineage and request.lineage.length != seat.lineage.length + 1
+        lineage = request.lineage
+        if lineage is not None and seat.state is PeerState.READY and not seat.has_outrun(request.term, lineage):
+            away = lineage != seat.lineage and lineage.length != seat.lineage.length + 1
             if request.distrust or away:
-                seat.fall_behind(request.lineage)
+                seat.fall_behind(lineage)
         return seat.report(self._executor.waiting, self.serving.lane.seconds_per_unit)
 
     async def freeze(self, request: FreezeRequest) -> FreezeReply:

@@ -20,12 +20,15 @@ class Board:
 
 
 class SimulatedDirectory:
-    """Implements :class:`swarm.ports.Directory`."""
+    """Implements :class:`swarm.ports.Directory`.  ``sees_lead``: the reader finds the lease of another trainer."""
 
-    def __init__(self, board: Board, *, delay_seconds: float = 0.2, lifetime_seconds: float = 30.0) -> None:
+    def __init__(
+        self, board: Board, *, delay_seconds: float = 0.2, lifetime_seconds: float = 30.0, sees_lead: bool = True
+    ) -> None:
         self._board = board
         self._delay_seconds = delay_seconds
         self._lifetime_seconds = lifetime_seconds
+        self._sees_lead = sees_lead
 
     @staticmethod
     def _now() -> float:
@@ -51,7 +54,7 @@ class SimulatedDirectory:
     async def lead(self, run: RunHash) -> LeadRecord | None:
         await asyncio.sleep(0.01)
         expires, record = self._board.leads.get(run, (0.0, None))
-        return record if expires > self._now() else None
+        return record if self._sees_lead and expires > self._now() else None
 
     async def renew_lead(self, record: LeadRecord) -> None:
         known = self._board.leads.get(record.run)

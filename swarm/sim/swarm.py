@@ -154,9 +154,17 @@ class SimulatedSwarm:
         return False
 
     def make_trainer(
-        self, name: str = "trainer", state_timeout_seconds: float = 60.0, log: MemoryLog | None = None
+        self,
+        name: str = "trainer",
+        state_timeout_seconds: float = 60.0,
+        log: MemoryLog | None = None,
+        sees_lead: bool = True,
     ) -> Trainer:
-        """A trainer that is not run yet.  ``log`` becomes the swarm's log, by default the one that is there."""
+        """A trainer that is not run yet.
+
+        ``log`` becomes the swarm's log, by default the one that is there.  A trainer that does not see the lead's
+        lease takes over without waiting for it to lapse.
+        """
         if log is not None:
             self.log = log
         self._lives[name] += 1
@@ -165,7 +173,7 @@ class SimulatedSwarm:
             trainer=PeerId(name),
             session=SessionId(f"{name}#{self._lives[name]}"),
             calls=SimulatedCalls(self.network, name),
-            directory=SimulatedDirectory(self.board),
+            directory=SimulatedDirectory(self.board, sees_lead=sees_lead),
             batches=NumericBatches(),
             log=self.log,
             clock=VirtualClock(),
