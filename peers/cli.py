@@ -181,11 +181,20 @@ def flags_of(values: dict[str, Any]) -> list[str]:
 
 
 def run(arguments: Sequence[str]) -> ExitCode:
-    """Parse and run; every foreseen end is an exit code, and every failure one line on standard error."""
-    try:
+    """Parse and run."""
+
+    def main() -> ExitCode:
         options = parser().parse_args(arguments)
-        command = importlib.import_module(f"peers.{options.command}")
-        code: ExitCode = command.main(options)
+        code: ExitCode = importlib.import_module(f"peers.{options.command}").main(options)
+        return code
+
+    return guarded(main)
+
+
+def guarded(main: Callable[[], ExitCode]) -> ExitCode:
+    """Every foreseen end is an exit code, and every failure one line on standard error."""
+    try:
+        return main()
     except KeyboardInterrupt:
         return ExitCode.INTERRUPTED
     except Fatal as error:
@@ -195,7 +204,6 @@ def run(arguments: Sequence[str]) -> ExitCode:
         return ExitCode.FAILED
     except BaseExceptionGroup as group:
         return _explain(group)
-    return code
 
 
 def _explain(group: BaseExceptionGroup[BaseException]) -> ExitCode:

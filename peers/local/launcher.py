@@ -76,7 +76,7 @@ class LocalSwarm:
         arguments = ["peer", "--join", self._address, "--stage", str(stage), "--journal", str(journal)]
         arguments += ["--device", "cpu"] if slowness > 1 else []
         arguments += ["--emulate-slowness", str(slowness)] if slowness > 1 else []
-        peer = LocalPeer(self.children.spawn(name, arguments), stage, JournalTail(journal))
+        peer = LocalPeer(self.spawn(name, arguments), stage, JournalTail(journal))
         self.peers.append(peer)
         return peer
 
@@ -88,7 +88,11 @@ class LocalSwarm:
         arguments += ["--state-timeout", str(options.state_timeout_seconds)]
         arguments += ["--report", str(self._trainer_report), "--journal", str(self._journal("trainer"))]
         arguments += ["--journal-views", *self._override_flags()]
-        return self.children.spawn("trainer", arguments)
+        return self.spawn("trainer", arguments)
+
+    def spawn(self, name: str, arguments: list[str]) -> Child:
+        """Start one process; a test may start another program in its place."""
+        return self.children.spawn(name, arguments)
 
     async def stop(self) -> None:
         """Tell peers and bootstrap to stop, and wait for them."""

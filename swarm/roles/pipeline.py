@@ -320,10 +320,16 @@ class Pipeline:
         seen = passage.not_finite.setdefault(stage, [])
         seen.append(blamed)
         self._journal.record("not_finite", peer=blamed, stage=stage, microbatch=passage.microbatch, where=error.where)
-        if len(set(seen)) >= 2 or (len(seen) >= 2 and len(self._roster.eligible(stage)) <= 1):
+        if len(set(seen)) >= 2 or (len(seen) >= 2 and not await self._has_another(stage, blamed)):
             raise Excluded
         if error.where == "input":
             passage.inputs[stage + 1] = await self._forward(passage, stage)
+
+    async def _has_another(self, stage: int, peer: PeerId) -> bool:
+        """Another peer of the stage could be asked (of the fenced ones, whoever can be let in again)."""
+        await self._fences.lift(stage)
+        fenced = self._ledger.fenced[stage]
+        return any(m.peer != peer and m.peer not in fenced for m in self._roster.eligible(stage))
 
     def _blame(self, passage: Passage, stage: int, member: Member) -> None:
         """It is finite here, so whoever said otherwise of this microbatch is at fault."""
