@@ -55,6 +55,8 @@ class Fault:
     step: int = 0
     action: str = "kill"
     seconds: float = 0.0
+    shared: bool = False
+    """Of all processes that were given this fault, it fires in the first one only."""
 
     def to_json(self) -> str:
         return json.dumps([asdict(self)])
@@ -71,6 +73,8 @@ class Faults:
         for fault in self._waiting:
             if fault.point == point and step >= fault.step:
                 self._waiting.remove(fault)
+                if fault.shared and Path(fault.file).exists():
+                    return None
                 note(fault, step)
                 return fault
         return None
@@ -200,17 +204,17 @@ class FaultyPeer(PeerProgram):
         self.faults = faults
 
     def make_service(self, service: StageService) -> StageService:
-        return FaultyService(service, self.faults)  # type: ignore[return-value]
+        return FaultyService(service, self.faults)
 
     def make_averager(self, averager: Averager) -> Averager:
-        return FaultyAverager(averager, self.faults)  # type: ignore[return-value]
+        return FaultyAverager(averager, self.faults)
 
     def make_module(self, module: StageModule) -> StageModule:
-        return FaultyModule(module, self.faults)  # type: ignore[return-value]
+        return FaultyModule(module, self.faults)
 
     def make_executor(self, executor: Executor) -> Executor:
         fault = self.faults.constant("compute is emulated")
-        return executor if fault is None else SleepingExecutor(executor, self.faults, fault.seconds)  # type: ignore[return-value]
+        return executor if fault is None else SleepingExecutor(executor, self.faults, fault.seconds)
 
 
 class FaultyCalls(Wrapper):
@@ -248,7 +252,7 @@ class FaultyTrainer(TrainProgram):
         self.faults = faults
 
     def make_calls(self, calls: StageCalls) -> StageCalls:
-        return FaultyCalls(calls, self.faults)  # type: ignore[return-value]
+        return FaultyCalls(calls, self.faults)
 
 
 def run(arguments: Sequence[str]) -> int:

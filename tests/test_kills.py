@@ -34,7 +34,7 @@ def test_the_trainer_is_killed(point: str, tmp_path: Path) -> None:
 def test_a_donor_is_killed_during_a_transfer(tmp_path: Path) -> None:
     """The newcomer goes to the other donor, and ends with that one's state."""
     file = tmp_path / "fired"
-    fault = Fault(point="state is half sent", file=str(file))
+    fault = Fault(point="state is half sent", file=str(file), shared=True)
 
     async def join_late(swarm: FaultSwarm) -> None:
         await swarm.until(lambda: swarm.view.steps_done >= 2)
@@ -42,5 +42,5 @@ def test_a_donor_is_killed_during_a_transfer(tmp_path: Path) -> None:
         swarm.start_peer(0)
 
     outcome = run_swarm(tmp_path, steps=20, faults={"peer-0-0": [fault], "peer-0-1": [fault]}, meanwhile=join_late)
-    assert fired(file)
+    assert fired(file) == ["state is half sent"]
     outcome.check()

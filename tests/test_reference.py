@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from swarm.config import RunConfig, parse
 from swarm.data.text import TextBatches
+from swarm.errors import RunFailed
 from swarm.ids import MicrobatchId
 from swarm.models.decoder import build_stage
 from swarm.policy.schedule import learning_rate
