@@ -179,8 +179,8 @@ class PeerProgram:
             self.journal.record("serving", peer=node.peer_id, stage=stage, endpoint=str(endpoint), session=session)
             count = stage_parameters(config.model, stage)
             _log.info(
-                "serves stage %d of run '%s' at %s on %s: %.1f million parameters, %s of state",
-                stage, config.run.name, endpoint, device, count / 1e6, _mib(stage_memory_bytes(config.model, stage)),
+                "serves stage %d of run '%s' at %s on %s: %s parameters, %s of state",
+                stage, config.run.name, endpoint, device, f"{count:,}", _mib(stage_memory_bytes(config.model, stage)),
             )  # fmt: skip
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(peer.run(), name="peer")
@@ -275,4 +275,6 @@ def pick_device(asked: str) -> str:
 
 
 def _mib(nbytes: int) -> str:
+    if nbytes < 2**20:
+        return f"{nbytes / 2**10:.0f} KiB"
     return f"{nbytes / 2**20:.0f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:.1f} GiB"

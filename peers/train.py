@@ -29,10 +29,10 @@ from swarm.telemetry.report import Failure, Microbatches, Report, ensure_writabl
 from swarm.telemetry.screen import Screen
 from swarm.telemetry.words import describe
 
-QUIET = frozenset({"step", "view", "applied", "voided", "retried", "fenced", "peer_joined"})
+QUIET = frozenset({"step", "view", "applied", "voided", "retried", "fenced", "peer_joined", "stage_empty"})
 """Events that the screen does not list: too many, or shown otherwise."""
 VIEW_SECONDS = 0.5
-FAILURE_KINDS = frozenset({"peer_lost", "peer_suspected", "peer_diverged", "not_finite", "attempt_failed"})
+FAILURE_KINDS = frozenset({"peer_lost", "peer_suspected", "peer_diverged", "not_finite", "gradient_not_finite", "attempt_failed"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +131,7 @@ class TrainProgram:
     async def _train(self, trainer: Trainer, screen: Screen) -> None:
         if not self.options.journal_views:
             self.journal.subscribe(lambda event: _show(screen, event))
+        self.journal.subscribe(self._began_to_lead)
         showing = asyncio.create_task(self._show_views(trainer, screen), name="screen")
         try:
             await trainer.run(self.options.steps)
@@ -141,6 +142,10 @@ class TrainProgram:
             self._report(trainer, screen)
 
     # --- screen and report --------------------------------------------------------------
+
+    def _began_to_lead(self, event: Event) -> None:
+        if event.kind == "leads":  # what was waited for until now says nothing of the run's speed
+            self._pace = Pace(began_seconds=time.monotonic())
 
     def _stepped(self, commit: CommitRecord) -> None:
         self._pace.step(time.monotonic(), sum(commit.tokens))

@@ -49,7 +49,7 @@ def _waiting(trainer: Trainer) -> str:
         missing = [str(s) for s, m in enumerate(trainer.roster.stages) if not m]
         return f"for peers of stage {', '.join(missing)}" if missing else "for the peers' answers"
     empty = []
-    for stage in trainer.roster.empty_stages():
+    for stage in sorted(trainer.progress.empty):
         joining = sum(m.state is PeerState.JOINING for m in trainer.roster.stages[stage].values())
         empty.append(f"for a peer of stage {stage}" + (f" ({joining} joining)" if joining else ""))
     return "; ".join(empty)

@@ -169,13 +169,27 @@ class FaultyModule(Wrapper):
             return TensorData(spec=output.spec, data=b"\xff" * len(output.data))
         return output
 
+    step = 0
+    """Of the last backward: the gradient that is added next, on the same thread, is of it."""
+
     def backward(self, draw: Draw, inputs: TensorData | None, seed: TensorData) -> Gradient:
+        self.step = draw.step
         gradient: Gradient = self.inner.backward(draw, inputs, seed)
         if self.faults.at("gradient is not finite", draw.step) is not None:
             gradient.finite = False
         if self.faults.at("backward raises", draw.step) is not None:
             raise RuntimeError("a fault in the middle of a backward")
         return gradient
+
+    def accumulate(self, gradient: Gradient) -> None:
+        """Wrong sums that no protocol can see: the negative controls of the comparison with a single process."""
+        if self.faults.at("microbatch is dropped", self.step) is not None:
+            return
+        if self.faults.at("microbatch is doubled", self.step) is not None:
+            self.inner.accumulate(gradient)
+        if self.faults.at("microbatch is weighted wrongly", self.step) is not None:
+            gradient.handle = [1.5 * part for part in gradient.handle]
+        self.inner.accumulate(gradient)
 
 
 class SleepingExecutor(Wrapper):

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 
 from peers.local.children import Child, Children
-from peers.local.command import LocalOptions
 from peers.local.launcher import LocalSwarm
+from peers.local.options import LocalOptions
 from swarm.config import load
 from swarm.errors import RunFailed
 from swarm.telemetry.journal import Event, read_events
@@ -35,6 +35,7 @@ width = 32
 heads = 4
 sequence_length = 32
 stages = {stages}
+dropout = {dropout}
 [optimizer]
 {optimizer}
 [step]
@@ -106,7 +107,7 @@ def quiet_screen() -> Screen:
 
 def run_file(folder: Path, **values: object) -> Path:
     """A small run's TOML."""
-    defaults: dict[str, object] = {"name": "tiny", "stages": 3, "microbatches": 8, "optimizer": ADAMW}
+    defaults: dict[str, object] = {"name": "tiny", "stages": 3, "microbatches": 8, "dropout": 0.0, "optimizer": ADAMW}
     path = folder / "run.toml"
     path.write_text(TINY.format(**{**defaults, **values}))
     return path

@@ -1,6 +1,7 @@
 import asyncio
 import hashlib
 import json
+import struct
 import subprocess
 import sys
 import time
@@ -21,7 +22,7 @@ from swarm.averaging.groups import PREFIX, Groups
 from swarm.averaging.part_sums import PartSums
 from swarm.averaging.part_wire import decode_part, encode_part
 from swarm.dht.node import SwarmNode, start_node
-from swarm.errors import ReduceFailed
+from swarm.errors import NotFinite, ReduceFailed
 from swarm.ids import PeerId, RunHash, SessionId
 from swarm.messages import Contact, GroupMember, ReduceRequest, StepKey
 from swarm.records import Lineage, Term
@@ -127,12 +128,19 @@ def test_a_member_of_weight_0_adds_nothing_even_if_it_is_not_finite() -> None:
 
 
 @pytest.mark.fast
-def test_not_a_number_passes_through() -> None:
+def test_a_sum_that_is_not_finite_is_not_contributed() -> None:
+    """Its owner says so; the others miss it and nobody else."""
+
     async def scenario() -> None:
-        async with group_of(2) as group:
-            sums = [torch.ones(10), torch.full((10,), float("nan"))]
-            results = await group.outcomes(reduce_request(group.peers, [4, 4]), sums)
-            assert all(result.isnan().all() for result in results)
+        async with group_of(3) as group:
+            sums = [*gradients(2, 150), torch.full((150,), float("nan"))]
+            *others, culprit = await group.outcomes(reduce_request(group.peers, [4, 4, 4]), sums)
+            assert isinstance(culprit, NotFinite)
+            for outcome in others:
+                assert isinstance(outcome, ReduceFailed)
+                assert outcome.unreachable == (group.peers[2],)
+            with pytest.raises(NotFinite):
+                await group.averagers[0].reduce(reduce_request(group.peers[:1], [4]), sums[2])
 
     asyncio.run(scenario())
 
@@ -337,6 +345,8 @@ HOSTILE = {
     "object": part(dtype="O"),
     "compressed": part(compression=runtime_pb2.BLOCKWISE_8BIT),
     "nothing": averaging_pb2.AveragingData(),
+    "not a number": part(buffer=struct.pack("<50f", *[0.0] * 49, float("nan"))),
+    "infinite": part(buffer=struct.pack("<50f", float("-inf"), *[0.0] * 49)),
 }
 
 
@@ -361,7 +371,7 @@ def test_a_hostile_member_costs_the_attempt_and_nothing_else() -> None:
     async def scenario() -> None:
         async with group_of(3) as group:
             sums = gradients(3, 150)
-            for attempt, name in enumerate(["another weight", "too long", "nothing"]):
+            for attempt, name in enumerate(["another weight", "too long", "nothing", "not a number"]):
                 request = reduce_request(group.peers, [1, 2, 3], attempt)
                 bad = averaging_pb2.AveragingData()
                 bad.CopyFrom(HOSTILE[name])

@@ -9,9 +9,10 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peers.local.children import Child, Children
+from peers.local.options import LocalOptions
 from peers.local.tail import JournalTail
 from peers.train import QUIET, view_from_json
 from swarm.errors import ExitCode, RunFailed
@@ -21,9 +22,6 @@ from swarm.telemetry.progress import RunView
 from swarm.telemetry.report import Report
 from swarm.telemetry.screen import Screen
 from swarm.telemetry.words import describe
-
-if TYPE_CHECKING:
-    from peers.local.command import LocalOptions
 
 POLL_SECONDS = 0.2
 BOOTSTRAP_SECONDS = 20.0

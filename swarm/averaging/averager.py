@@ -14,7 +14,7 @@ from hivemind.p2p import P2P, PeerID
 from swarm.averaging.exact_allreduce import ExactAllReduce
 from swarm.averaging.groups import PREFIX, Groups
 from swarm.averaging.part_sums import Values
-from swarm.errors import ReduceFailed
+from swarm.errors import NotFinite, ReduceFailed
 from swarm.messages import ReduceRequest
 
 PATIENCE_SECONDS = 4.0
@@ -44,12 +44,15 @@ class ButterflyAverager:
     async def reduce(self, request: ReduceRequest, gradient_sum: torch.Tensor) -> torch.Tensor:
         """Mean (N,) of the members' ``gradient_sum`` (N,), float32, on the same device.
 
-        The sum itself is not read any more when this ends, however it ends.
+        The sum itself is not read any more when this ends, however it ends.  Raises NotFinite, and sends nothing, if
+        it is not finite although it counts.
         """
         if gradient_sum.dim() != 1 or gradient_sum.dtype != torch.float32:
             raise ValueError(f"the gradient must be flat float32, not {gradient_sum.dtype} {tuple(gradient_sum.shape)}")
         sums: Values = gradient_sum.detach().cpu().contiguous().numpy()
         self._check(request)
+        if self._weight(request) and not np.isfinite(sums).all():
+            raise NotFinite("gradient")
         if len(request.members) == 1:
             mean = sums / np.float32(request.total_tokens)
         else:
@@ -63,6 +66,10 @@ class ButterflyAverager:
         tokens = [member.tokens for member in request.members]
         if min(tokens) < 0 or sum(tokens) != request.total_tokens or request.total_tokens < 1:
             raise ReduceFailed(f"the members' tokens {tokens} do not add up to {request.total_tokens}")
+
+    def _weight(self, request: ReduceRequest) -> int:
+        own = self._p2p.peer_id.to_base58()
+        return next(member.tokens for member in request.members if member.contact.peer == own)
 
     async def _reduce_in_group(self, request: ReduceRequest, sums: Values) -> Values:
         sender_seconds = min(self._patience_seconds, request.deadline_seconds / 3)

@@ -146,7 +146,11 @@ class ExactAllReduce(AllReduceRunner):  # type: ignore[misc]  # hivemind has no 
             async for message in stream:
                 if part == len(sizes):
                     raise AllreduceException("more parts than agreed")
-                values = decode_part(message, sizes[part], self._tokens[sender_index])
+                try:
+                    values = decode_part(message, sizes[part], self._tokens[sender_index])
+                except AllreduceException as error:
+                    self._problems[self.sender_peer_ids[sender_index]] = str(error)[:200]
+                    raise
                 try:
                     mean = await self._part_sums.add(sender_index, part, values)
                 except BannedException:

@@ -30,7 +30,11 @@ def decode_part(message: averaging_pb2.AveragingData, size: int, tokens: int) ->
     if tokens == 0:
         _values(message.tensor_part, 0)
         return None
-    return _values(message.tensor_part, size)
+    values = _values(message.tensor_part, size)
+    if not np.isfinite(values).all():
+        # One such part would make the whole group's mean worthless, and nobody could tell whose it was.
+        raise AllreduceException("a part that is not finite")
+    return values
 
 
 def encode_mean(mean: MeanPart) -> averaging_pb2.AveragingData:

@@ -87,13 +87,14 @@ class HivemindDirectory:
         await self._store(key_of(record), record.trainer, encode(record), self._record_ttl)
 
     async def publish_run(self, config: RunConfig) -> None:
-        await self._store(RUNS_KEY, f"{config.run.name}:{config.hash}", config.published(), self._run_ttl)
+        # Every peer renews it: one that comes second is not taken, and nothing is amiss.
+        await self._store(RUNS_KEY, f"{config.run.name}:{config.hash}", config.published(), self._run_ttl, shared=True)
 
     async def runs(self) -> list[RunConfig]:
         found = await self._read(RUNS_KEY, _config)
         return [config for _, config in sorted(found.items())]
 
-    async def _store(self, key: str, subkey: str, text: str, ttl_seconds: float) -> None:
+    async def _store(self, key: str, subkey: str, text: str, ttl_seconds: float, *, shared: bool = False) -> None:
         # The DHT keeps the record with the later expiration: each of ours must be later than the one before.
         before = self._expirations.get((key, subkey), -math.inf)
         expiration = max(get_dht_time() + ttl_seconds, before + 1e-3)
@@ -105,7 +106,7 @@ class HivemindDirectory:
                 stored = await self._node.dht.store(key, text, expiration, subkey=subkey)
         except TimeoutError:
             stored = False
-        if not stored:
+        if not stored and not shared:
             self._log(f"the DHT did not take the record {key}; it is sent again at the next renewal")
 
     async def _read(self, key: str, parse: Callable[[str, str], T]) -> dict[str, T]:

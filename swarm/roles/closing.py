@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
-from swarm.errors import BadReply, Refused, Retryable, RunFailed, StaleTerm, Superseded
-from swarm.ids import Digest, MicrobatchId, PeerId
+from swarm.errors import BadReply, NotFinite, Refused, Retryable, RunFailed, StaleTerm, Superseded
+from swarm.ids import Digest, MicrobatchId, PeerId, short
 from swarm.messages import (
     AdoptRequest,
     Contact,
@@ -32,6 +32,8 @@ from swarm.roles.roster import Member, Roster
 
 SUSPECT_SECONDS = 2.0
 """Wait for the freeze of a peer that is suspected already."""
+NOT_FINITE = ReduceReply(reduced=None, samples=0, unreachable=(), reason="its gradient is not finite")
+"""Stands for the answer of a member whose sum, or whose result, is not finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class StageClose:
         self._limits = limits
         self._gradient_bytes = gradient_bytes
         self._key = pipeline.key(stage)
+        self._overflows = 0
 
     @property
     def attempt(self) -> int:
@@ -213,6 +216,7 @@ class StageClose:
         complete = {p: r.reduced for p, r in answered.items() if r.reduced is not None}
         if not complete:
             self._attempt_failed(close, answered)
+            self._check_overflow(answered)
             return None
         result = self._agree(complete)
         donors = tuple(close.members[p].contact for p, mark in complete.items() if mark == result)
@@ -234,6 +238,9 @@ class StageClose:
             reply = await self._calls.reduce(member.contact, request, seconds)
         except StaleTerm as error:
             raise Superseded(f"another trainer leads this run: {error}") from None
+        except NotFinite:
+            self._journal.record("gradient_not_finite", peer=member.peer, stage=self._stage)
+            return NOT_FINITE
         except Retryable as error:
             self._roster.failed(member, error)
             return None
@@ -248,12 +255,21 @@ class StageClose:
         missed = {p: frozenset(r.unreachable) & frozenset(close.members) for p, r in answered.items()}
         weights = {p: close.tokens(p) for p in close.members}
         out, reason = sits_out(missed, silent, weights, self.attempt)
-        detail = "; ".join(sorted({r.reason for r in answered.values() if r.reason}))
+        detail = "; ".join(sorted(f"{short(p)}: {r.reason}" for p, r in answered.items() if r.reason))
         self._journal.record(
             "attempt_failed", stage=self._stage, attempt=self.attempt, left_out=len(out), reason=f"{reason} ({detail})"
         )
         for peer in out:
             self._fences.put(close.members[peer], reason)
+
+    def _check_overflow(self, answered: dict[PeerId, ReduceReply]) -> None:
+        """One broken member is found out by the others; if it is so at all of them, twice, the run itself diverges."""
+        if answered and all(reply is NOT_FINITE for reply in answered.values()):
+            self._overflows += 1
+        if self._overflows >= 2:
+            raise RunFailed(
+                f"stage {self._stage}: the gradient of step {self._key.step} is not finite, though each microbatch's is"
+            )
 
     def _agree(self, complete: dict[PeerId, ReducedMark]) -> ReducedMark:
         """The result that most members have; the others differ by numeric class and take it over."""

@@ -138,8 +138,7 @@ class Pipeline:
                 )
             except NotFinite as error:
                 member.lane.given_up(BACKWARD_UNITS)
-                await self._not_finite(passage, stage, member, error)
-                avoid.update(passage.not_finite.get(stage, ()))
+                await self._not_finite(passage, stage, member, error, avoid)
             except (Retryable, Refused) as error:
                 member.lane.given_up(BACKWARD_UNITS)
                 self._retried(passage, stage, member, error, avoid)
@@ -164,8 +163,7 @@ class Pipeline:
                 if not reply.accumulated:
                     raise BadReply("a backward was answered but not accumulated")
             except NotFinite as error:
-                await self._not_finite(passage, stage, member, error)
-                avoid.update(passage.not_finite.get(stage, ()))
+                await self._not_finite(passage, stage, member, error, avoid)
             except Retryable as error:
                 self._retried(passage, stage, member, error, avoid)
                 if await self._void(member, passage, stage, try_number + 1):
@@ -189,7 +187,7 @@ class Pipeline:
             try:
                 reply = await self._backward_at(member, passage, stage, 0, 0, False, accumulate=False)
             except NotFinite as error:
-                await self._not_finite(passage, stage, member, error)
+                await self._not_finite(passage, stage, member, error, avoid)
             except (Retryable, Refused) as error:
                 self._retried(passage, stage, member, error, avoid)
             else:
@@ -311,8 +309,16 @@ class Pipeline:
 
     # --- not finite -----------------------------------------------------------------
 
-    async def _not_finite(self, passage: Passage, stage: int, member: Member, error: NotFinite) -> None:
-        """Count who saw it; raises Excluded at the second peer (or the second time at a stage's only one)."""
+    async def _not_finite(
+        self, passage: Passage, stage: int, member: Member, error: NotFinite, avoid: set[PeerId]
+    ) -> None:
+        """Count who saw it; raises Excluded at the second peer (or the second time at a stage's only one).
+
+        Whoever else was to be avoided may be asked again: what counts now is another peer's word.
+        """
+        avoid.clear()
+        avoid.add(member.peer)
+        avoid.update(passage.not_finite.get(stage, ()))
         blamed = member.peer
         if error.where == "input" and stage > 0:
             stage -= 1

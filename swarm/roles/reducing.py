@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from functools import partial
 from typing import Any
 
-from swarm.errors import BadReply, BadRequest, Frozen, PeerFailed, ReduceFailed, Refused, Retryable
+from swarm.errors import BadReply, BadRequest, Frozen, NotFinite, PeerFailed, ReduceFailed, Refused, Retryable
 from swarm.ids import Digest, PeerId
 from swarm.messages import (
     AdoptRequest,
@@ -128,6 +129,10 @@ class Reducing:
         try:
             async with asyncio.timeout(request.deadline_seconds):
                 mean = await self._averager.reduce(request, gradient_sum)
+        except NotFinite:
+            # Each microbatch's gradient was finite when it was added: the sum overflowed, or this machine is at fault.
+            await self._executor.run(Priority.CONTROL, lambda: self._lose(request))
+            raise
         except (ReduceFailed, TimeoutError) as error:
             missed = error.unreachable if isinstance(error, ReduceFailed) else ()
             reason = str(error) or "no result before the deadline"
@@ -137,6 +142,9 @@ class Reducing:
         def keep() -> ReducedMark:
             self._seat.confirm(request.key)
             digest, squared_norm = self._module.set_reduced(mean)
+            if not math.isfinite(squared_norm):
+                self._seat.kept = None  # the module keeps this now
+                raise NotFinite("gradient")
             mark = ReducedMark(attempt=request.attempt, digest=digest, squared_norm=squared_norm)
             self._seat.keep_reduced(mark)
             return mark
@@ -144,6 +152,16 @@ class Reducing:
         mark = await self._executor.run(Priority.CONTROL, keep)
         self._seat.touch()
         return ReduceReply(reduced=mark, samples=samples, unreachable=(), reason="")
+
+    def _lose(self, request: ReduceRequest) -> None:
+        """Hold nothing of the step any more, so that the next close has it computed again."""
+        book = self._seat.open_book(request.key, self._module.drop_gradient)
+        lost = len(book.held)
+        book.drop(request.attempt)
+        self._module.drop_gradient()
+        self._journal.record(
+            "gradient_lost", step=request.key.step, microbatches=lost, reason="the sum of them is not finite"
+        )
 
     async def adopt(self, request: AdoptRequest) -> ReducedMark:
         """Fetch the group's result instead of reducing.  Raises Retryable if no donor gives it."""

@@ -17,6 +17,8 @@ LEASE_RENEW_SECONDS = 3.0
 LEASE_WATCH_SECONDS = 2.5 * LEASE_RENEW_SECONDS
 """How long another trainer's lease is watched: if its counter stands still on this process's own clock, it is dead."""
 POLL_SECONDS = 0.5
+EMPTY_SECONDS = 2.0
+"""Peers get so long to appear before it is said that there are none."""
 
 
 class Lease:
@@ -96,6 +98,7 @@ class Takeover:
         number = last_known + 1
         raised = False
         told: set[int] = set()
+        began = self._clock.now()
         while True:
             self._roster.term = Term(number, self._trainer)
             try:
@@ -110,9 +113,10 @@ class Takeover:
             if not missing:
                 raised, number = True, number + 1
                 continue
-            for stage in sorted(missing - told):
-                self._journal.record("stage_empty", stage=stage)
-            told |= missing
+            if self._clock.now() - began >= EMPTY_SECONDS:
+                for stage in sorted(missing - told):
+                    self._journal.record("stage_empty", stage=stage)
+                told |= missing
             await self._clock.sleep(POLL_SECONDS)
 
     async def _greet_all(self) -> list[PeerReport]:

@@ -23,6 +23,8 @@ from swarm.roles.roster import Roster
 from swarm.roles.takeover import LEASE_RENEW_SECONDS, Lease, Takeover
 
 RUN_RENEW_SECONDS = 20.0
+EMPTY_SECONDS = 2.0
+"""A stage without an eligible peer for so long is said to be empty."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class Progress:
 
     lineage: Lineage | None = None
     commits: list[CommitRecord] = field(default_factory=list)
+    empty: set[int] = field(default_factory=set)
+    """Stages without an eligible peer for :data:`EMPTY_SECONDS`."""
     counts: Counts = field(default_factory=Counts)
     marks: list[dict[PeerId, StateMark]] = field(default_factory=list)
     """By stage: what the peers' parameters are at the end of the run."""
@@ -101,6 +105,8 @@ class Trainer:
             ]
             while (lineage := self._lineage()).length < steps:
                 await self._step(lead, term, lineage)
+            while self.roster.empty_stages():  # a stage may hold the last commit's gradient and not have applied it
+                await self.roster.changed(1.0)
             self.progress.marks = await lead.final_marks()
             for task in background:
                 task.cancel()
@@ -250,18 +256,26 @@ class Trainer:
             await self._directory.publish_run(self._config)
 
     async def _watch_stages(self) -> None:
-        """Say which stage is empty; give the run up when a committed state stays away too long."""
+        """Say which stage is empty; give the run up when a committed state stays away too long.
+
+        Between two steps every stage looks empty for a moment: only a stage that stays so, with no commit, is.
+        """
         since: dict[int, float] = {}
+        committed = -1
         while True:
             now = self._clock.now()
-            empty = set(self.roster.empty_stages())
-            for stage in empty - since.keys():
-                since[stage] = now
-                self._journal.record("stage_empty", stage=stage)
-            for stage in since.keys() - empty:  # a copy, so that it may shrink
-                self._journal.record("stage_back", stage=stage, seconds=now - since.pop(stage))
-            committed = self._lineage().length
-            for stage, start in since.items():
+            moved, committed = self._lineage().length != committed, self._lineage().length
+            empty = set() if moved else set(self.roster.empty_stages())
+            for stage in since.keys() - empty:
+                start = since.pop(stage)
+                if stage in self.progress.empty:
+                    self.progress.empty.remove(stage)
+                    self._journal.record("stage_back", stage=stage, seconds=now - start)
+            for stage in empty:
+                start = since.setdefault(stage, now)
+                if stage not in self.progress.empty and now - start >= EMPTY_SECONDS:
+                    self.progress.empty.add(stage)
+                    self._journal.record("stage_empty", stage=stage)
                 if committed and now - start > self._state_timeout_seconds:
                     raise StateLost(
                         f"stage {stage} has had no peer for {now - start:.0f} s: the state after step {committed - 1} "

@@ -28,6 +28,9 @@ def _said(kind: str, fields: _Fields) -> str | None:
     match kind:
         case "step":
             return _step(fields)
+        case "leads":
+            version = fields.take("version")
+            return f"training goes on after step {version}" if version else "training begins"
         case "start" | "kill":
             return f"{kind}ed {fields.who()}"
         case "peer_joined":
@@ -39,7 +42,7 @@ def _said(kind: str, fields: _Fields) -> str | None:
         case "peer_lost":
             return f"{fields.who()} died"
         case "peer_suspected":
-            return f"{fields.who()} is suspected"
+            return f"{fields.who()} failed a call and is left alone for a while"
         case "peer_banned":
             return f"{fields.who()} is banned"
         case "peer_diverged":
@@ -54,6 +57,8 @@ def _said(kind: str, fields: _Fields) -> str | None:
             return f"{fields.who()} dropped its gradient, {fields.microbatches()} to repair"
         case "not_finite":
             return f"{fields.microbatches()} not finite{fields.text(' ({})', 'where')} at {fields.who()}"
+        case "gradient_not_finite":
+            return f"the gradient of {fields.who()} is not finite, its microbatches are computed again"
         case "voided":
             at = fields.name(" at {}", "at", "peer")
             return f"{fields.microbatches()} voided{at}{fields.stage(' of stage {}')}"
@@ -109,10 +114,10 @@ def _repaired(fields: _Fields) -> str:
 
 def _fetched(fields: _Fields) -> str:
     """With ``donor``, ``peer`` is who fetched; without, the journal is the fetcher's own and ``peer`` the donor."""
-    donor = fields.name(" from {}", "donor")
-    if donor:
-        return f"{fields.who()} fetched its state{donor}"
-    return f"state{fields.stage(' of stage {}')} fetched{fields.name(' from {}', 'peer')}"
+    donor, size = fields.name(" from {}", "donor"), fields.take("nbytes")
+    who = f"{fields.who()} fetched its state" if donor else f"state{fields.stage(' of stage {}')} fetched"
+    text = who + (donor or fields.name(" from {}", "peer"))
+    return f"{text}, {size / 2**20:.1f} MiB" if isinstance(size, int) else text
 
 
 @dataclass(slots=True)

@@ -1,0 +1,333 @@
+"""The property tests can fail: each of these bugs, put into the protocol, is caught by a few random schedules."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from protocol_driver import Schedule, run_schedule
+
+from swarm.errors import Frozen, Voided
+from swarm.ids import MicrobatchId, PeerId
+from swarm.messages import (
+    ApplyRequest,
+    DropRequest,
+    HeldMicrobatch,
+    MicrobatchCall,
+    PeerReport,
+    ReduceRequest,
+    StateMark,
+    StepKey,
+)
+from swarm.policy.closing import ClosePlan, plan_close
+from swarm.ports import Gradient
+from swarm.records import CommitRecord, Lineage, Term
+from swarm.roles import closing
+from swarm.roles.committing import Committing
+from swarm.roles.fences import Fences
+from swarm.roles.ledger import Ledger
+from swarm.roles.pipeline import Pipeline
+from swarm.roles.reducing import Reducing
+from swarm.roles.roster import Member, Roster
+from swarm.roles.seat import KEPT_COMMITS, Seat
+from swarm.roles.serving import Serving
+from swarm.roles.stepbook import StepBook
+from swarm.roles.takeover import Takeover
+from swarm.sim import averager
+from swarm.sim.averager import Meeting, SimulatedAverager
+from swarm.sim.numeric import ZERO, add, mean
+
+pytestmark = pytest.mark.fast
+
+MOST_SCHEDULES = 60
+
+Bug = Callable[[pytest.MonkeyPatch], None]
+BUGS: dict[str, Bug] = {}
+
+
+def bug(name: str) -> Callable[[Bug], Bug]:
+    def enter(function: Bug) -> Bug:
+        BUGS[name] = function
+        return function
+
+    return enter
+
+
+# --- the peer's book ------------------------------------------------------------------
+
+
+@bug("no deduplication")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def holds(self: StepBook, call: MicrobatchCall) -> bool:
+        if call.attempt <= self.frozen_attempt:
+            raise Frozen("closed")
+        if call.try_number < self._least_try.get(call.microbatch, 0):
+            raise Voided("voided")
+        return False
+
+    patch.setattr(StepBook, "holds", holds)
+
+
+@bug("voids are ignored")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepBook, "void", lambda self, microbatch, below_try: microbatch in self.held)
+
+
+@bug("a frozen step still takes gradients")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def holds(self: StepBook, call: MicrobatchCall) -> bool:
+        if call.microbatch in self.held:
+            return True
+        if call.try_number < self._least_try.get(call.microbatch, 0):
+            raise Voided("voided")
+        return False
+
+    patch.setattr(StepBook, "holds", holds)
+
+
+@bug("a contribution is not compared with what is held")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StepBook, "contribute", lambda self, attempt, microbatches, tokens: False)
+
+
+@bug("a drop forgets the sum")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def drop(self: Reducing, request: DropRequest) -> None:
+        await self._reach(request.key)
+        await self.reopen(request.key, request.attempt + 1)
+        self._seat.open_book(request.key, self._module.drop_gradient).drop(request.attempt)
+
+    patch.setattr(Reducing, "drop", drop)
+
+
+@bug("a new term's book starts with the old gradient")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def open_book(self: Seat, key: StepKey, drop_gradient: Callable[[], None]) -> StepBook:
+        self.confirm(key)
+        if self.book is None or self.book.key != key:
+            self.book = StepBook(key)
+        return self.book
+
+    patch.setattr(Seat, "open_book", open_book)
+
+
+@bug("what a failed addition left behind is kept")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def add_half(self: Serving, book: StepBook, call: MicrobatchCall, tokens: int, gradient: Gradient) -> None:
+        self._module.accumulate(gradient)
+        book.add(call, tokens, gradient.samples)
+
+    patch.setattr(Serving, "_add", add_half)
+
+
+@bug("a gradient that is not finite is added")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def backward(self: Serving, request: Any) -> Any:
+        original = self._module.backward
+
+        def finite(*arguments: Any) -> Gradient:
+            gradient = original(*arguments)
+            gradient.finite = True
+            return gradient
+
+        patch.setattr(self._module, "backward", finite)
+        try:
+            return await REAL_BACKWARD(self, request)
+        finally:
+            patch.setattr(self._module, "backward", original)
+
+    patch.setattr(Serving, "backward", backward)
+
+
+REAL_BACKWARD = Serving.backward
+
+
+# --- terms and versions ---------------------------------------------------------------
+
+
+@bug("terms are not compared")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def follow(self: Seat, term: Term) -> None:
+        self.term = max(term, self.term)
+
+    def confirm(self: Seat, key: StepKey) -> None:
+        if key.lineage != self.lineage:
+            raise Frozen("moved on")
+
+    patch.setattr(Seat, "follow", follow)
+    patch.setattr(Seat, "confirm", confirm)
+
+
+@bug("a peer follows whoever spoke last")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def follow(self: Seat, term: Term) -> None:
+        self.term = term
+
+    patch.setattr(Seat, "follow", follow)
+
+
+@bug("a gradient for an older version is added")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Seat, "confirm", lambda self, key: None)
+
+
+@bug("a late greeting turns a peer back")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Seat, "has_outrun", lambda self, term, lineage: False)
+
+
+@bug("a peer told to fetch state keeps its book")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def replace(self: Seat, lineage: Lineage, commits: tuple[CommitRecord, ...]) -> None:
+        self.lineage = lineage
+        self.commits.clear()
+        self.commits.extend(commits[-KEPT_COMMITS:])
+        self.kept = None
+
+    patch.setattr(Seat, "replace", replace)
+
+
+# --- commits ---------------------------------------------------------------------------
+
+
+@bug("any kept gradient is applied")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Committing, "_keeps", lambda self, request, wanted: True)
+
+
+@bug("a commit is applied twice")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def apply(self: Committing, request: ApplyRequest) -> StateMark:
+        self._module.apply(request.commit.step, request.commit.clip_factor)
+        if not self._was_last(request):
+            self._seat.advance(request.commit)
+        return self._mark(request.digest)
+
+    patch.setattr(Committing, "_apply", apply)
+
+
+@bug("stages that had closed keep an excluded microbatch")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(closing, "plan_close", lambda expected, held: plan_close(expected, _all_expected(expected, held)))
+
+
+def _all_expected(
+    expected: frozenset[MicrobatchId], held: Mapping[PeerId, frozenset[MicrobatchId]]
+) -> dict[PeerId, frozenset[MicrobatchId]]:
+    return {peer: ids & expected for peer, ids in held.items()}
+
+
+@bug("two holders of a microbatch both keep it")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def plan(expected: frozenset[MicrobatchId], held: Mapping[PeerId, frozenset[MicrobatchId]]) -> ClosePlan:
+        there = frozenset(m for ids in held.values() for m in ids)
+        return ClosePlan(drops=(), repairs=tuple(sorted(expected - there)), reason="")
+
+    patch.setattr(closing, "plan_close", plan)
+
+
+@bug("what nobody holds is not repaired")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def plan(expected: frozenset[MicrobatchId], held: Mapping[PeerId, frozenset[MicrobatchId]]) -> ClosePlan:
+        return ClosePlan(drops=plan_close(expected, held).drops, repairs=(), reason="")
+
+    patch.setattr(closing, "plan_close", plan)
+
+
+@bug("a member's missing part is not noticed")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def reduce(self: SimulatedAverager, request: ReduceRequest, gradient_sum: Any) -> Any:
+        meeting = self._meetings.open.setdefault(request, Meeting())
+        tokens = next(m.tokens for m in request.members if m.contact == self._contact)
+        meeting.parts[self._contact.peer] = (gradient_sum, tokens)
+        await asyncio.sleep(averager.MEETING_SECONDS)
+        total = ZERO
+        for part, _ in meeting.parts.values():
+            total = add(total, part)
+        return mean(total, request.total_tokens)
+
+    patch.setattr(SimulatedAverager, "reduce", reduce)
+
+
+# --- the trainer -----------------------------------------------------------------------
+
+
+@bug("nobody is fenced")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fences, "put", lambda self, member, reason: None)
+
+
+@bug("an excluded microbatch stays expected")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "expected", property(lambda self: frozenset(self.passages)))
+
+
+@bug("one peer's word excludes a microbatch everywhere")
+def _(patch: pytest.MonkeyPatch) -> None:
+    real = Pipeline._retried
+
+    def retried(self: Pipeline, passage: Any, stage: int, *rest: Any) -> None:
+        real(self, passage, stage, *rest)
+        self._ledger.excluded.add(passage.microbatch)
+
+    patch.setattr(Pipeline, "_retried", retried)
+
+
+@bug("a takeover goes on from the oldest state")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def greet_all(self: Takeover) -> list[PeerReport]:
+        members = [m for stage in self._roster.stages for m in stage.values()]
+        reports = [r for r in await asyncio.gather(*(self._roster.greet(m) for m in members)) if r is not None]
+        least = min((r.lineage.length for r in reports), default=0)
+        return [r for r in reports if r.lineage.length == least]
+
+    patch.setattr(Takeover, "_greet_all", greet_all)
+
+
+@bug("whoever missed a commit is never told")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def due(self: Roster, member: Member) -> bool:
+        if member.health.suspected:
+            return False
+        return member.greeted is None
+
+    patch.setattr(Roster, "_greet_due", due)
+
+
+@bug("the reply to a repeated backward says nothing is held")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def held(self: StepBook, attempt: int) -> tuple[HeldMicrobatch, ...]:
+        self.frozen_attempt = max(self.frozen_attempt, attempt)
+        return tuple(self.held[m] for m in sorted(self.held) if self.held[m].try_number == 0)
+
+    patch.setattr(StepBook, "freeze", held)
+
+
+# --- the test ---------------------------------------------------------------------------
+
+
+@contextmanager
+def _patched(name: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        BUGS[name](patch)
+        yield
+
+
+def schedules_until_caught(name: str) -> tuple[int, BaseException | None]:
+    """How many schedules it took, and what caught the bug."""
+    with _patched(name):
+        for seed in range(MOST_SCHEDULES):
+            try:
+                run_schedule(Schedule.draw(seed))
+            except Exception as error:
+                return seed + 1, error
+    return MOST_SCHEDULES, None
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_bug_is_caught(name: str) -> None:
+    _, error = schedules_until_caught(name)
+    assert error is not None, f"{MOST_SCHEDULES} schedules did not notice: {name}"
