@@ -156,7 +156,7 @@ A, B = "12D3KooW" + "x" * 40 + "3f2a", "12D3KooW" + "y" * 40 + "9c41"
         (
             "peer_suspected",
             {"peer": A, "stage": 0, "reason": "late"},
-            "peer 3f2a of stage 0 is suspected: late",
+            "peer 3f2a of stage 0 failed a call and is left alone for a while: late",
         ),
         ("repaired", {"count": 2, "stage": 1, "by": B}, "2 microbatches of stage 1 repaired by 9c41"),
         (
