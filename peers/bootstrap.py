@@ -14,7 +14,7 @@ def main(options: argparse.Namespace) -> ExitCode:
     """Runs until it is told to stop."""
     listen = parse_listen(options.listen)
     host, port = None, None
-    if options.announce:
+    if options.announce is not None:
         if ":" in options.announce.strip("[]") and not options.announce.endswith("]"):
             announce = parse_announce(options.announce)
             host, port = announce.host, announce.port

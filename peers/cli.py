@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,10 @@ _OVERRIDES = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Errors are UsageError, so that they end like all others: one line, exit code 2."""
+    """Errors are UsageError, so that they end like all others: one line, exit code 2.  No guessing of options."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see '{self.prog} --help')")
@@ -36,12 +40,14 @@ class _Parser(argparse.ArgumentParser):
 
 def _positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
-        value = kind(text)
-        if value <= 0:
-            raise ValueError
+        try:
+            value = kind(text)
+        except ValueError:
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is no positive {'whole ' if kind is int else ''}number")
         return value
 
-    read.__name__ = f"positive {'whole ' if kind is int else ''}number"
     return read
 
 
@@ -49,27 +55,23 @@ def size(text: str) -> int:
     """Bytes: '512M', '8G', '1.5GiB', or a plain number."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is no size; examples: 512M, 8G")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; examples: 512M, 8G")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def peer_counts(text: str) -> tuple[int, ...]:
     """'2,2,2' -> (2, 2, 2)."""
-    counts = tuple(int(part) for part in text.split(","))
-    if min(counts) < 1:
-        raise ValueError
-    return counts
+    if not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of peers per stage, 1 or more each; example: 2,2,2")
+    return tuple(int(part) for part in text.split(","))
 
 
 def slow_peer(text: str) -> tuple[int, int, float]:
     """'1.0:4' -> (1, 0, 4.0): peer 0 of stage 1 takes four times as long."""
     match = re.fullmatch(r"([0-9]+)\.([0-9]+):([0-9]+(?:\.[0-9]+)?)", text)
     if match is None or float(match[3]) < 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text!r} is not STAGE.PEER:FACTOR, a factor of 1 or more; example: 1.0:4")
     return int(match[1]), int(match[2]), float(match[3])
-
-
-size.__name__, peer_counts.__name__, slow_peer.__name__ = "size", "list of peers per stage", "STAGE.PEER:FACTOR"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from peers import life
 from peers.clock import MonotonicClock
 from peers.find_run import find_run
+from peers.reachability import is_reachable
 from swarm import PROTOCOL_VERSION
 from swarm.config import RunConfig
 from swarm.dht.addresses import Endpoint, announced, parse_announce, parse_join, parse_listen
@@ -100,6 +101,7 @@ class PeerProgram:
         from swarm.dht.node import start_node
 
         self.journal.subscribe(self._say)
+        device = await asyncio.to_thread(pick_device, self.options.device)
         node = await start_node(
             identity_path=self.options.identity,
             join=self.options.join,
@@ -112,7 +114,7 @@ class PeerProgram:
             directory = HivemindDirectory(node)
             config = await find_run(directory, self.clock, self.options.run)
             stage = await self._choose_stage(directory, config, str(node.peer_id))
-            await self._serve(node, directory, config, stage)
+            await self._serve(node, directory, config, stage, device)
         finally:
             await node.close()
 
@@ -141,7 +143,9 @@ class PeerProgram:
         _log.info("takes stage %d: %s", fitting[index], reason.replace(f"stage {index}", f"stage {fitting[index]}"))
         return fitting[index]
 
-    async def _serve(self, node: SwarmNode, directory: Directory, config: RunConfig, stage: int) -> None:
+    async def _serve(
+        self, node: SwarmNode, directory: Directory, config: RunConfig, stage: int, device: str
+    ) -> None:
         from swarm.averaging.averager import ButterflyAverager
         from swarm.roles.peer import Peer
         from swarm.rpc.client import GrpcStageCalls
@@ -149,7 +153,6 @@ class PeerProgram:
         from swarm.stage.executor import ThreadExecutor
         from swarm.stage.module import TorchStage, numeric_class
 
-        device = pick_device(self.options.device)
         session = new_session()
         calls = GrpcStageCalls()
         threads = ThreadExecutor(self.options.threads)
@@ -158,7 +161,7 @@ class PeerProgram:
         try:
             port = await server.bind(str(self.options.listen))
             listening = Endpoint(host=self.options.listen.host, port=port)
-            endpoint, warnings = announced(listening, self.options.announce)
+            endpoint, warnings = announced(listening, self.options.announce, parse_join(self.options.join))
             for warning in warnings:
                 _log.warning("%s", warning)
             module = await asyncio.to_thread(TorchStage, config, stage, device)
@@ -182,6 +185,11 @@ class PeerProgram:
                 "serves stage %d of run '%s' at %s on %s: %s parameters, %s of state",
                 stage, config.run.name, endpoint, device, f"{count:,}", _mib(stage_memory_bytes(config.model, stage)),
             )  # fmt: skip
+            if self.options.announce is not None and not await is_reachable(str(endpoint)):
+                _log.warning(
+                    "nothing answers at %s, which is announced: unless others see more than this machine does, nobody "
+                    "will send work; check --announce and the router's port forwarding", endpoint,
+                )  # fmt: skip
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(peer.run(), name="peer")
                 tasks.create_task(self._summarise(peer, threads), name="summary")
@@ -270,7 +278,8 @@ def pick_device(asked: str) -> str:
         torch.empty(1, device=asked)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"--device {asked}: {reason}") from None
+        known = "torch knows no such device" if "device string" in reason else reason
+        raise UsageError(f"--device {asked}: {known}") from None
     return asked
 
 

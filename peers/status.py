@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from peers import life
+from peers.reachability import is_reachable
 from swarm import PROTOCOL_VERSION
 from swarm.config import RunConfig
 from swarm.dht.addresses import parse_join
@@ -57,9 +58,9 @@ async def _status(directory: Directory, config: RunConfig) -> dict[str, Any]:
     lead = await directory.lead(config.hash)
     stages = []
     for stage in range(config.model.stage_count):
-        peers = [_peer(record) for record in await directory.peers(config.hash, stage)]
-        ready = [peer for peer in peers if peer["state"] == "ready" and peer["compatible"]]
-        stages.append({"stage": stage, "peers": peers, "empty": not ready})
+        peers = await asyncio.gather(*(_peer(record) for record in await directory.peers(config.hash, stage)))
+        ready = [peer for peer in peers if peer["state"] == "ready" and peer["compatible"] and peer["reachable"]]
+        stages.append({"stage": stage, "peers": list(peers), "empty": not ready})
     return {
         "run": config.run.name,
         "config_hash": config.hash,
@@ -70,7 +71,7 @@ async def _status(directory: Directory, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _peer(record: PeerRecord) -> dict[str, Any]:
+async def _peer(record: PeerRecord) -> dict[str, Any]:
     rate = 1.0 / (3 * record.forward_seconds) if record.forward_seconds > 0 else None
     return {
         "peer": record.peer,
@@ -81,6 +82,7 @@ def _peer(record: PeerRecord) -> dict[str, Any]:
         "queue": record.queue,
         "numeric_class": record.numeric_class,
         "compatible": record.protocol == PROTOCOL_VERSION,
+        "reachable": await is_reachable(record.endpoint),
     }
 
 
@@ -103,7 +105,8 @@ def _show(found: list[dict[str, Any]], *, clear: bool) -> None:
         for stage in run["stages"]:
             for peer in stage["peers"]:
                 rate = peer["microbatches_per_second"]
-                state = peer["state"] if peer["compatible"] else "other version"
+                state = peer["state"] if peer["reachable"] else "unreachable"
+                state = state if peer["compatible"] else "other version"
                 table.add_row(
                     str(stage["stage"]), short(peer["peer"]), state, str(peer["version"]),
                     f"{rate:.1f}" if rate else "-", str(peer["queue"]), peer["endpoint"],

@@ -32,7 +32,9 @@ from swarm.telemetry.words import describe
 QUIET = frozenset({"step", "view", "applied", "voided", "retried", "fenced", "peer_joined", "stage_empty"})
 """Events that the screen does not list: too many, or shown otherwise."""
 VIEW_SECONDS = 0.5
-FAILURE_KINDS = frozenset({"peer_lost", "peer_suspected", "peer_diverged", "not_finite", "gradient_not_finite", "attempt_failed"})
+FAILURE_KINDS = frozenset(
+    {"peer_lost", "peer_suspected", "peer_diverged", "not_finite", "gradient_not_finite", "attempt_failed"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +106,7 @@ class TrainProgram:
         folder = TrainerFolder(options.state_dir, config)
         log = FileCommitLog(folder.commits)
         node = await start_node(identity_path=folder.identity, join=options.join, socket_root=options.socket_root)
-        calls = GrpcStageCalls()
+        calls = GrpcStageCalls(check_finite=True)
         try:
             directory = HivemindDirectory(node)
             await refuse_other_config(directory, config)

@@ -163,8 +163,10 @@ def load(path: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path}: {error}") from None
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror or error}") from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path}: not a TOML file: {error}") from None
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         if not isinstance(raw.setdefault(section, {}), dict):
@@ -186,5 +188,8 @@ def _problems(error: ValidationError) -> list[str]:
     for item in error.errors(include_url=False):
         where = [str(part) for part in item["loc"] if part not in ("int", "tuple[int, ...]")]
         message = "no such key" if item["type"] == "extra_forbidden" else item["msg"].removeprefix("Value error, ")
+        given = item["input"]
+        if isinstance(given, str | int | float) and item["type"] != "extra_forbidden" and repr(given) not in message:
+            message += f", not {given!r}"
         found.setdefault(".".join(where) or "config", message[0].lower() + message[1:])
     return [f"{key}: {message}" for key, message in found.items()]

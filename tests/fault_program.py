@@ -55,6 +55,8 @@ class Fault:
     step: int = 0
     action: str = "kill"
     seconds: float = 0.0
+    microbatch: int | None = None
+    """Of a fault that strikes one microbatch of one step, each time."""
     shared: bool = False
     """Of all processes that were given this fault, it fires in the first one only."""
 
@@ -92,9 +94,17 @@ class Faults:
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    def constant(self, point: str) -> Fault | None:
-        """A fault that holds all the time."""
-        return next((fault for fault in self._waiting if fault.point == point), None)
+    def constant(self, point: str, step: int = 0) -> Fault | None:
+        """A fault that holds all the time, from its step on."""
+        return next((fault for fault in self._waiting if fault.point == point and step >= fault.step), None)
+
+    def strikes(self, point: str, draw: Draw) -> bool:
+        """A fault of exactly this microbatch; noted each time."""
+        for fault in self._waiting:
+            if (fault.point, fault.step, fault.microbatch) == (point, draw.step, draw.microbatch):
+                note(fault, draw.step)
+                return True
+        return False
 
 
 def note(fault: Fault, step: int) -> None:
@@ -152,8 +162,8 @@ class FaultyAverager(Wrapper):
 
     async def reduce(self, request: ReduceRequest, gradient_sum: Any) -> Any:
         self.faults.strike("reduce begins", request.key.step)
-        fault = self.faults.at("gradient is NaN", request.key.step)
-        if fault is not None:
+        once = self.faults.at("gradient is NaN", request.key.step)
+        if once is not None or self.faults.constant("gradients are NaN", request.key.step) is not None:
             gradient_sum = gradient_sum * float("nan")
         mean = await self.inner.reduce(request, gradient_sum)
         self.faults.strike("reduce is done", request.key.step)
@@ -165,7 +175,8 @@ class FaultyModule(Wrapper):
 
     def forward(self, draw: Draw, inputs: TensorData, *, keep_graph: bool) -> TensorData:
         output: TensorData = self.inner.forward(draw, inputs, keep_graph=keep_graph)
-        if self.faults.at("output is NaN", draw.step) is not None:
+        once = self.faults.at("output is NaN", draw.step)
+        if once is not None or self.faults.constant("outputs are NaN", draw.step) is not None:
             return TensorData(spec=output.spec, data=b"\xff" * len(output.data))
         return output
 
@@ -177,6 +188,8 @@ class FaultyModule(Wrapper):
         gradient: Gradient = self.inner.backward(draw, inputs, seed)
         if self.faults.at("gradient is not finite", draw.step) is not None:
             gradient.finite = False
+        if gradient.loss is not None and self.faults.strikes("loss is infinite", draw):
+            gradient.loss, gradient.finite = float("inf"), False
         if self.faults.at("backward raises", draw.step) is not None:
             raise RuntimeError("a fault in the middle of a backward")
         return gradient

@@ -12,10 +12,9 @@ from typing import Any
 from swarm.config import RunConfig, parse
 from swarm.errors import Superseded
 from swarm.ids import MicrobatchId, PeerId
-from swarm.roles.trainer import Trainer
 from swarm.sim.loop import run
 from swarm.sim.network import Call, Fate
-from swarm.sim.numeric import Broken
+from swarm.sim.numeric import Broken, Poison
 from swarm.sim.swarm import MemoryLog, SimulatedSwarm
 
 FAULTS_END_SECONDS = 40.0
@@ -50,7 +49,8 @@ class Schedule:
     lost: float = 0.0
     """Chance that a call's request, and that its reply, is lost."""
     late: float = 0.0
-    """Chance of a delay of up to 8 s, of a repeat, and of another copy up to 8 s later."""
+    """Chance of a delay of up to 8 s, of a repeat, of another copy up to 8 s later, and of an arrival when the
+    caller has given up."""
     deaths: float = 0.0
     """Chance that a call kills its callee."""
     poisoned: int = 0
@@ -62,6 +62,8 @@ class Schedule:
     joiners: int = 0
     restarts: tuple[str, ...] = ()
     """What happens to the trainer, in this order, at random times."""
+    focus: tuple[str, ...] = ()
+    """The kinds of calls that faults happen to; none: all."""
     broken: float = 0.0
     """Chance that a life of a peer breaks half-way through the addition of one microbatch."""
 
@@ -69,27 +71,30 @@ class Schedule:
     def draw(seed: int) -> Schedule:
         """A schedule with some of all faults."""
         rng = random.Random(seed)
+        focus = tuple(rng.sample(FAULTY, rng.randint(1, 3))) if rng.random() < 0.5 else ()
 
         def chance(most: float) -> float:
-            return rng.choice([0.0, most / 4, most])
+            return rng.choice([0.0, most / 3, most]) * (2.0 if focus else 1.0)
 
         return Schedule(
             seed=seed,
             peers=tuple(rng.randint(1, 3) for _ in range(rng.randint(2, 3))),
             steps=rng.randint(3, 4),
             microbatches=rng.randint(4, 6),
-            lost=chance(0.12),
-            late=chance(0.12),
+            lost=chance(0.15),
+            late=chance(0.2),
             deaths=chance(0.03),
             poisoned=rng.choice([0, 0, 1, 2]),
             sick=rng.choice([0, 0, 1]),
             lost_results=chance(0.4),
             joiners=rng.randint(0, 2),
             restarts=tuple(rng.choice(RESTARTS) for _ in range(rng.randint(0, 3))),
+            focus=focus,
             broken=chance(0.5),
         )
 
 
+FAULTY = ("forward", "backward", "void", "greet", "freeze", "drop", "reduce", "apply", "fetch_state")
 RESTARTS = ("restart", "restart with empty log", "second trainer")
 
 
@@ -102,18 +107,21 @@ class RandomWeather:
         self.swarm: SimulatedSwarm | None = None
 
     def fate(self, call: Call) -> Fate:
-        if asyncio.get_running_loop().time() > FAULTS_END_SECONDS:
+        focus = self._schedule.focus
+        if asyncio.get_running_loop().time() > FAULTS_END_SECONDS or (focus and call.kind not in focus):
             return Fate()
         rng, schedule = self._rng, self._schedule
         dies = rng.random() < schedule.deaths and self.swarm is not None
+        overdue = rng.random() < schedule.late / 2
+        copied = rng.random() < schedule.late
         how = rng.choice(["kill_before", "kill_after", "kill_amid_stream"])
         return Fate(
             request_seconds=0.005 if rng.random() >= schedule.late else rng.uniform(0.01, 8.0),
             reply_seconds=0.005 if rng.random() >= schedule.late else rng.uniform(0.01, 8.0),
-            lose_request=rng.random() < schedule.lost,
+            lose_request=overdue or rng.random() < schedule.lost,
             lose_reply=rng.random() < schedule.lost,
             repeat=rng.random() < schedule.late,
-            late_copy_seconds=rng.uniform(0.01, 8.0) if rng.random() < schedule.late else None,
+            late_copy_seconds=rng.uniform(4.0, 12.0) if overdue else rng.uniform(0.01, 8.0) if copied else None,
             kill_before=dies and how == "kill_before",
             kill_after=dies and how == "kill_after",
             kill_amid_stream=dies and how == "kill_amid_stream",
@@ -163,43 +171,44 @@ class Chaos:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def train(self) -> Trainer:
-        """Train to the end, whatever happens to trainers; returns the last one."""
+    async def train(self) -> None:
+        """Train to the end, whatever happens to trainers.  One must finish; the others may only be superseded."""
         for index in range(self.schedule.joiners):
             self._later(self.join_late(f"joiner{index}"))
-        swarm, steps = self.swarm, self.schedule.steps
-        name, number = "trainer", 1
-        trainer = swarm.make_trainer(name)
-        task = asyncio.create_task(trainer.run(steps))
-        old: list[asyncio.Task[None]] = []
-        for what in self.schedule.restarts:
-            await asyncio.wait({task}, timeout=self.rng.uniform(0.3, 8.0))
-            if task.done():
+        trainings = [self._training("trainer", self.swarm.log)]
+        name = "trainer"
+        for number, what in enumerate(self.schedule.restarts):
+            await asyncio.wait({trainings[-1]}, timeout=self.rng.uniform(0.3, 8.0))
+            if trainings[-1].done():
                 break
             if what == "second trainer":
-                number += 1
                 name = f"trainer{number}"
             else:
-                task.cancel()
-            old.append(task)
-            log = MemoryLog() if what == "restart with empty log" else MemoryLog(list(swarm.log.commits))
-            trainer = swarm.make_trainer(name, log=log, sees_lead=False)
-            task = asyncio.create_task(trainer.run(steps))
+                trainings[-1].cancel()
+            log = MemoryLog() if what == "restart with empty log" else MemoryLog(list(self.swarm.log.commits))
+            trainings.append(self._training(name, log))
         for _ in range(OPERATOR_RESTARTS):
-            await asyncio.wait({task})
-            if not superseded(task):
-                break  # else a life of a trainer that is gone had raised the term where nobody could be reached
-            trainer = swarm.make_trainer(name, log=MemoryLog(list(swarm.log.commits)), sees_lead=False)
-            task = asyncio.create_task(trainer.run(steps))
-        await task
-        await asyncio.wait(old) if old else None
-        for each in old:
-            if not each.cancelled() and not superseded(each):
-                await each
-        return trainer
+            await asyncio.wait(trainings)
+            if not all(task.cancelled() or superseded(task) for task in trainings):
+                break
+            trainings.append(self._training(name, MemoryLog(list(self.swarm.log.commits))))
+        await asyncio.wait(trainings)
+        finished = [await task for task in trainings if not task.cancelled() and not superseded(task)]
+        if not finished:
+            raise AssertionError("every trainer was superseded, and the last one by nobody who lives")
+        self.swarm.log = finished[-1]
+
+    def _training(self, name: str, log: MemoryLog) -> asyncio.Task[MemoryLog]:
+        trainer = self.swarm.make_trainer(name, log=log, sees_lead=False)
+
+        async def train() -> MemoryLog:
+            await trainer.run(self.schedule.steps)
+            return log
+
+        return asyncio.create_task(train(), name=name)
 
 
-def superseded(task: asyncio.Task[None]) -> bool:
+def superseded(task: asyncio.Task[MemoryLog]) -> bool:
     """It ended, and of nothing but that another trainer leads."""
     error = None if task.cancelled() else task.exception()
     if isinstance(error, ExceptionGroup):
@@ -214,13 +223,19 @@ async def play(schedule: Schedule) -> SimulatedSwarm:
     complaints: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
 
-    def draw(count: int) -> frozenset[tuple[int, MicrobatchId]]:
+    def draw(count: int, stages: int) -> frozenset[Poison]:
         return frozenset(
-            (rng.randrange(schedule.steps), MicrobatchId(rng.randrange(1, schedule.microbatches))) for _ in range(count)
+            Poison(
+                stage=rng.randrange(stages),
+                step=rng.randrange(schedule.steps),
+                microbatch=MicrobatchId(rng.randrange(1, schedule.microbatches)),
+                where=rng.choice(["output", "gradient"]),
+            )
+            for _ in range(count)
         )
 
     weather = RandomWeather(schedule, rng)
-    swarm = SimulatedSwarm(config, weather, draw(schedule.poisoned), draw(schedule.sick))
+    swarm = SimulatedSwarm(config, weather, draw(schedule.poisoned, len(schedule.peers)), draw(schedule.sick, 1))
     weather.swarm = swarm
     swarm.meetings.loses = lambda peer: (
         asyncio.get_running_loop().time() < FAULTS_END_SECONDS and rng.random() < schedule.lost_results

@@ -48,7 +48,7 @@ def test_a_newcomer_takes_an_empty_stage_before_the_first_commit(tmp_path: Path)
 def test_peers_that_come_back_bring_their_state(tmp_path: Path) -> None:
     """Both peers of a stage stand still for a while: they hold what was committed, so nothing is lost."""
     file = tmp_path / "fired"
-    stops = [Fault(point="backward arrives", step=3, action="stop", seconds=12.0, file=str(file))]
+    stops = [Fault(point="backward arrives", step=3, action="stop", seconds=9.0, file=str(file))]
     outcome = run_swarm(tmp_path, peers=(1, 2, 1), steps=6, faults={"peer-1-0": stops, "peer-1-1": stops})
     assert fired(file) == ["backward arrives"] * 2
     outcome.check()

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import grpc
 import psutil
 import pytest
+import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
@@ -26,6 +27,7 @@ from swarm.errors import (
     CannotJoin,
     Draining,
     NeedsInput,
+    NotFinite,
     PeerFailed,
     Refused,
     Retryable,
@@ -56,7 +58,8 @@ from swarm.rpc.complaints import Complaints
 from swarm.rpc.handlers import Limits
 from swarm.rpc.options import CHANNEL_OPTIONS, SERVICE, call_metadata, path
 from swarm.rpc.server import StageServer
-from swarm.tensors import ITEM_BYTES
+from swarm.stage.arrays import to_data
+from swarm.tensors import ITEM_BYTES, TensorData
 from swarm.wire import frames, heads
 from swarm.wire.v1 import stage_pb2 as pb
 from tests.stage_double import (
@@ -116,6 +119,33 @@ def test_tensors_keep_their_bytes(dtype: str, shape: tuple[int, ...]) -> None:
             received = await calls.forward(to, forward_request(sent))
             assert received.spec == sent.spec
             assert bytes(received.data) == sent.data
+
+    run(main())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_a_caller_may_ask_for_finite_answers(dtype: str, value: float) -> None:
+    """Found at once and laid at its sender's door; also where a sum of finite numbers would overflow."""
+
+    def filled(last: float) -> TensorData:
+        numbers = torch.full((40,), 60_000.0, dtype=getattr(torch, dtype))
+        numbers[-1] = last
+        return to_data(numbers)
+
+    async def main() -> None:
+        async with served(EchoStage()) as (_, to):
+            calls = GrpcStageCalls(check_finite=True)
+            good, bad = filled(60_000.0), filled(value)
+            assert await calls.forward(to, forward_request(good)) == good
+            with pytest.raises(NotFinite, match="output"):
+                await calls.forward(to, forward_request(bad))
+            seed = tensor(bytes(16), "int64", (1, 2))
+            with pytest.raises(NotFinite, match="gradient"):
+                await calls.backward(to, BackwardRequest(call=call(), inputs=bad, seed=seed, tokens=2))
+            ids = tensor(b"\xff" * 80, "int64", (10,))
+            assert await calls.forward(to, forward_request(ids)) == ids
+            await calls.close()
 
     run(main())
 

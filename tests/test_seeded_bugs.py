@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -45,12 +46,14 @@ pytestmark = pytest.mark.fast
 MOST_SCHEDULES = 60
 
 Bug = Callable[[pytest.MonkeyPatch], None]
-BUGS: dict[str, Bug] = {}
+BUGS: dict[str, tuple[Bug, dict[str, Any]]] = {}
 
 
-def bug(name: str) -> Callable[[Bug], Bug]:
+def bug(name: str, **storm: Any) -> Callable[[Bug], Bug]:
+    """Enter a bug.  ``storm`` changes the random schedules where they would meet it too rarely."""
+
     def enter(function: Bug) -> Bug:
-        BUGS[name] = function
+        BUGS[name] = (function, storm)
         return function
 
     return enter
@@ -76,7 +79,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepBook, "void", lambda self, microbatch, below_try: microbatch in self.held)
 
 
-@bug("a frozen step still takes gradients")
+LATE_BACKWARDS = {"peers": (2, 3), "focus": ("backward", "reduce", "drop"), "late": 0.4, "lost_results": 0.6, "steps": 8, "microbatches": 8}
+LATE_DROPS = {"peers": (2, 3), "focus": ("backward", "void", "drop"), "late": 0.4, "lost": 0.3, "steps": 8}
+LATE_GREETINGS = {"peers": (1, 2), "focus": ("greet",), "late": 0.6, "steps": 8, "joiners": 2}
+LOST_APPLIES = {"peers": (2, 2), "focus": ("apply",), "lost": 0.4, "late": 0.5, "restarts": ("restart",) * 4}
+
+
+@bug("a frozen step still takes gradients", **LATE_BACKWARDS)
 def _(patch: pytest.MonkeyPatch) -> None:
     def holds(self: StepBook, call: MicrobatchCall) -> bool:
         if call.microbatch in self.held:
@@ -88,7 +97,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepBook, "holds", holds)
 
 
-@bug("a contribution is not compared with what is held")
+@bug("a contribution is not compared with what is held", **LATE_DROPS)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StepBook, "contribute", lambda self, attempt, microbatches, tokens: False)
 
@@ -125,24 +134,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @bug("a gradient that is not finite is added")
 def _(patch: pytest.MonkeyPatch) -> None:
-    async def backward(self: Serving, request: Any) -> Any:
-        original = self._module.backward
-
-        def finite(*arguments: Any) -> Gradient:
-            gradient = original(*arguments)
-            gradient.finite = True
-            return gradient
-
-        patch.setattr(self._module, "backward", finite)
-        try:
-            return await REAL_BACKWARD(self, request)
-        finally:
-            patch.setattr(self._module, "backward", original)
-
-    patch.setattr(Serving, "backward", backward)
-
-
-REAL_BACKWARD = Serving.backward
+    patch.setattr(Gradient, "finite", property(lambda self: True, lambda self, value: None))
 
 
 # --- terms and versions ---------------------------------------------------------------
@@ -174,7 +166,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Seat, "confirm", lambda self, key: None)
 
 
-@bug("a late greeting turns a peer back")
+@bug("a late greeting turns a peer back", **LATE_GREETINGS)
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Seat, "has_outrun", lambda self, term, lineage: False)
 
@@ -222,19 +214,20 @@ def _all_expected(
 
 @bug("two holders of a microbatch both keep it")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def plan(expected: frozenset[MicrobatchId], held: Mapping[PeerId, frozenset[MicrobatchId]]) -> ClosePlan:
+    def decide(expected: frozenset[MicrobatchId], held: Mapping[PeerId, frozenset[MicrobatchId]]) -> ClosePlan:
         there = frozenset(m for ids in held.values() for m in ids)
         return ClosePlan(drops=(), repairs=tuple(sorted(expected - there)), reason="")
 
-    patch.setattr(closing, "plan_close", plan)
+    patch.setattr(closing, "plan_close", decide)
 
 
-@bug("what nobody holds is not repaired")
+@bug("of what nobody holds, one is not repaired")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def plan(expected: frozenset[MicrobatchId], held: Mapping[PeerId, frozenset[MicrobatchId]]) -> ClosePlan:
-        return ClosePlan(drops=plan_close(expected, held).drops, repairs=(), reason="")
+    def decide(expected: frozenset[MicrobatchId], held: Mapping[PeerId, frozenset[MicrobatchId]]) -> ClosePlan:
+        plan = plan_close(expected, held)
+        return ClosePlan(drops=plan.drops, repairs=plan.repairs[1:], reason="")
 
-    patch.setattr(closing, "plan_close", plan)
+    patch.setattr(closing, "plan_close", decide)
 
 
 @bug("a member's missing part is not noticed")
@@ -246,7 +239,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
         await asyncio.sleep(averager.MEETING_SECONDS)
         total = ZERO
         for part, _ in meeting.parts.values():
-            total = add(total, part)
+            total = add(total, tuple(part))
         return mean(total, request.total_tokens)
 
     patch.setattr(SimulatedAverager, "reduce", reduce)
@@ -276,7 +269,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pipeline, "_retried", retried)
 
 
-@bug("a takeover goes on from the oldest state")
+@bug("a takeover goes on from the oldest state", **LOST_APPLIES)
 def _(patch: pytest.MonkeyPatch) -> None:
     async def greet_all(self: Takeover) -> list[PeerReport]:
         members = [m for stage in self._roster.stages for m in stage.values()]
@@ -290,9 +283,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @bug("whoever missed a commit is never told")
 def _(patch: pytest.MonkeyPatch) -> None:
     def due(self: Roster, member: Member) -> bool:
-        if member.health.suspected:
-            return False
-        return member.greeted is None
+        return member.health.greet_due(self._clock.now()) if member.health.suspected else member.greeted is None
 
     patch.setattr(Roster, "_greet_due", due)
 
@@ -312,7 +303,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @contextmanager
 def _patched(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        BUGS[name](patch)
+        BUGS[name][0](patch)
         yield
 
 
@@ -321,7 +312,7 @@ def schedules_until_caught(name: str) -> tuple[int, BaseException | None]:
     with _patched(name):
         for seed in range(MOST_SCHEDULES):
             try:
-                run_schedule(Schedule.draw(seed))
+                run_schedule(replace(Schedule.draw(seed), **BUGS[name][1]))
             except Exception as error:
                 return seed + 1, error
     return MOST_SCHEDULES, None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 import pytest
@@ -61,6 +61,7 @@ VALUES: list[tuple[Codec[Any], Any]] = [
     (control.VOID_REPLY, VoidReply(held=True)),
     (control.GREETING, Greeting(run=double.RUN, term=double.TERM)),
     (control.GREETING, Greeting(run=double.RUN, term=NO_TERM)),
+    (control.GREETING, Greeting(run=double.RUN, term=double.TERM, lineage=double.LINEAGE, distrust=True)),
     (control.REPORT, double.report()),
     (control.REPORT, replace(double.report(), reduced=None, commits=())),
     (control.FREEZE, FreezeRequest(key=double.KEY, attempt=4)),
@@ -96,6 +97,20 @@ specs = st.builds(
 @pytest.mark.parametrize(("codec", "value"), VALUES, ids=lambda item: type(item).__name__)
 def test_values_survive(codec: Codec[Any], value: Any) -> None:
     assert codec.decode(codec.encode(value)) == value
+
+
+def test_no_field_survives_only_because_it_is_at_its_default() -> None:
+    """A codec that forgets a field is not seen by a value that leaves the field at its default."""
+    optional = {
+        (type(v), f.name, f.default) for _, v in VALUES if v is not None for f in fields(v) if f.default is not MISSING
+    }
+    shown = {
+        (type(v), name)
+        for _, v in VALUES
+        for kind, name, default in optional
+        if type(v) is kind and getattr(v, name) != default
+    }
+    assert {(kind, name) for kind, name, _ in optional} - shown == set()
 
 
 @given(st.lists(specs, max_size=3), st.binary(max_size=300), st.booleans())

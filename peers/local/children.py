@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from swarm.errors import RunFailed
+from swarm.errors import RunFailed, UsageError
 
 CLI = "peers.cli:run"
 """What a child runs unless a test says otherwise."""
@@ -50,10 +50,16 @@ class Children:
     """All processes of a local swarm; use as an async context manager."""
 
     def __init__(self, logs: Path | None) -> None:
-        # Short, for the unix sockets in it; the nursery removes it at its end, however that comes.
-        self.folder = Path(tempfile.mkdtemp(prefix="swarm-local-"))
+        """``logs`` is made if it is not there; raises UsageError if it cannot be."""
+        try:
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+            # Short, for the unix sockets in it; the nursery removes it at its end, however that comes.
+            self.folder = Path(tempfile.mkdtemp(prefix="swarm-local-"))
+        except OSError as error:
+            raise UsageError(f"{logs or tempfile.gettempdir()}: cannot make a folder: {error.strerror}") from None
         self.logs = logs or self.folder / "logs"
-        self.logs.mkdir(parents=True, exist_ok=True)
+        self.logs.mkdir(exist_ok=True)
         self.by_name: dict[str, Child] = {}
         self._nursery: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None

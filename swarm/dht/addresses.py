@@ -90,13 +90,18 @@ def parse_announce_host(value: str) -> str:
     return host
 
 
-def announced(listen: Endpoint, announce: Endpoint | None) -> tuple[Endpoint, list[str]]:
-    """What to announce, and warnings, for a server that is bound to ``listen`` (with its real port)."""
+def announced(
+    listen: Endpoint, announce: Endpoint | None, join: Sequence[PeerAddress] = ()
+) -> tuple[Endpoint, list[str]]:
+    """What to announce, and warnings, for a server that is bound to ``listen`` (with its real port).
+
+    Of a wildcard it is the address from which this machine speaks to the swarm at ``join``.
+    """
     if announce is not None:
         return announce, []
     if not is_wildcard(listen.host):
         return listen, []
-    guess = Endpoint(host=_outbound_ip("::" if ":" in listen.host else "0.0.0.0"), port=listen.port)
+    guess = Endpoint(host=_outbound_ip(listen.host, join), port=listen.port)
     return guess, [
         f"listening on {listen} without --announce: others are told to dial {guess}; "
         "if they cannot reach that, give --announce HOST:PORT"
@@ -186,15 +191,22 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _outbound_ip(wildcard: str) -> str:
-    # Connecting a datagram socket sends nothing; it only makes the kernel choose a source address.
-    family, probe = (socket.AF_INET6, "2001:db8::1") if ":" in wildcard else (socket.AF_INET, "192.0.2.1")
-    with socket.socket(family, socket.SOCK_DGRAM) as probing:
-        try:
-            probing.connect((probe, 9))
-        except OSError:
-            return "::1" if family == socket.AF_INET6 else "127.0.0.1"
-        return str(probing.getsockname()[0])
+def _outbound_ip(wildcard: str, join: Sequence[PeerAddress]) -> str:
+    """The address of this machine towards the swarm; if the swarm is on this machine too, towards the internet."""
+    version = 6 if ":" in wildcard else 4
+    family, elsewhere, own = (
+        (socket.AF_INET6, "2001:db8::1", "::1") if version == 6 else (socket.AF_INET, "192.0.2.1", "127.0.0.1")
+    )
+    others = [ip for address in join if (ip := _ip(address.host)) and ip.version == version and not ip.is_loopback]
+    for target in [*map(str, others), elsewhere]:
+        # Connecting a datagram socket sends nothing; it only makes the kernel choose a source address.
+        with socket.socket(family, socket.SOCK_DGRAM) as probing:
+            try:
+                probing.connect((target, 9))
+            except OSError:
+                continue
+            return str(probing.getsockname()[0])
+    return own
 
 
 def _wrong(option: str, value: str, why: str, example: str) -> UsageError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from swarm.errors import BadReply, Refused, Retryable
-from swarm.ids import RunHash
+from swarm.ids import RunHash, SessionId
 from swarm.messages import Contact, StateHead, StateRequest
 from swarm.policy.deadlines import Limits
 from swarm.ports import Clock, Directory, Executor, Journal, Priority, StageCalls, StageModule
@@ -50,6 +50,7 @@ class CatchUp:
         version 0, so a lead that is further takes it for stale and nothing is re-initialised in silence.
         """
         waiting = False
+        told: set[SessionId] = set()
         while self._seat.state is PeerState.JOINING:
             donors = await self._donors()
             for donor in donors:
@@ -57,7 +58,9 @@ class CatchUp:
                     await self._fetch(donor)
                     return
                 except (Retryable, Refused) as error:
-                    self._journal.record("donor_failed", peer=donor.peer, stage=self._seat.stage, reason=str(error))
+                    if donor.session not in told:  # it is asked again and again, for as long as its record lives
+                        told.add(donor.session)
+                        self._journal.record("donor_failed", peer=donor.peer, stage=self._seat.stage, reason=str(error))
             if not donors and self._seat.behind in (None, Lineage.root(self._run)):
                 await self._executor.run(Priority.CONTROL, self._start_over)
                 self._seat.behind = None

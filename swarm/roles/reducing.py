@@ -87,7 +87,8 @@ class Reducing:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():
+            this = asyncio.current_task()
+            if task.cancelled() and (this is None or not this.cancelling()):
                 raise Frozen(f"attempt {request.attempt} of step {request.key.step} was ended by a later one") from None
             raise
 

@@ -94,7 +94,9 @@ class Takeover:
 
         The first one that nobody refuses may be one that peers follow already, on the word of an earlier life of this
         trainer: so the next one is taken.  Whoever missed the first greeting also hears the second.
+        Raises StateLost if a stage has no peer for the state time-out although steps were committed.
         """
+        committed = len(self._log.read())
         number = last_known + 1
         raised = False
         told: set[int] = set()
@@ -113,10 +115,16 @@ class Takeover:
             if not missing:
                 raised, number = True, number + 1
                 continue
-            if self._clock.now() - began >= EMPTY_SECONDS:
+            waited = self._clock.now() - began
+            if waited >= EMPTY_SECONDS:
                 for stage in sorted(missing - told):
                     self._journal.record("stage_empty", stage=stage)
                 told |= missing
+            if committed and waited > self._state_timeout_seconds:
+                raise StateLost(
+                    f"stage {min(missing)} has had no peer for {waited:.0f} s: the state after "
+                    f"step {committed - 1} of run '{self._config.run.name}' is held by nobody that can be reached"
+                )
             await self._clock.sleep(POLL_SECONDS)
 
     async def _greet_all(self) -> list[PeerReport]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import grpc
 
-from swarm.errors import BadReply, BadRequest, TimedOut, Unreachable
+from swarm.errors import BadReply, BadRequest, NotFinite, TimedOut, Unreachable
 from swarm.messages import (
     AdoptRequest,
     ApplyRequest,
@@ -35,6 +35,7 @@ from swarm.messages import (
 from swarm.rpc import payload, status
 from swarm.rpc.channels import Channels
 from swarm.rpc.ending import Ending
+from swarm.rpc.finite import all_finite
 from swarm.rpc.options import CHANNEL_OPTIONS, Options, call_metadata, path
 from swarm.tensors import Buffer, TensorData, TensorSpec
 from swarm.wire import control, frames, heads
@@ -49,11 +50,17 @@ StreamCall = grpc.aio.UnaryStreamCall[bytes, bytes] | grpc.aio.StreamStreamCall[
 
 
 class GrpcStageCalls:
-    """:class:`swarm.ports.StageCalls` over gRPC.  Replies larger than ``max_tensor_bytes`` are not believed."""
+    """:class:`swarm.ports.StageCalls` over gRPC.  Replies larger than ``max_tensor_bytes`` are not believed.
 
-    def __init__(self, *, max_tensor_bytes: int = 1 << 30, options: Options = CHANNEL_OPTIONS) -> None:
+    With ``check_finite`` an output or gradient that is not finite raises NotFinite, as if its sender had seen it.
+    """
+
+    def __init__(
+        self, *, max_tensor_bytes: int = 1 << 30, check_finite: bool = False, options: Options = CHANNEL_OPTIONS
+    ) -> None:
         self._channels = Channels(options)
         self._max_tensor_bytes = max_tensor_bytes
+        self._check_finite = check_finite
 
     async def close(self) -> None:
         """Close all connections; calls in flight raise Unreachable."""
@@ -66,7 +73,10 @@ class GrpcStageCalls:
             return heads.from_output(first, self._max_tensor_bytes), lambda tensors: tensors[0]
 
         messages = payload.outgoing(heads.to_forward(request), (request.inputs,))
-        return await self._exchange("Forward", to, request.call.deadline_seconds, messages, opening)
+        output = await self._exchange("Forward", to, request.call.deadline_seconds, messages, opening)
+        if self._check_finite and not all_finite(output):
+            raise NotFinite("output")
+        return output
 
     async def backward(self, to: Contact, request: BackwardRequest) -> BackwardReply:
         """Run the stage backward."""
@@ -76,7 +86,10 @@ class GrpcStageCalls:
 
         tensors = (request.seed,) if request.inputs is None else (request.inputs, request.seed)
         messages = payload.outgoing(heads.to_backward(request), tensors)
-        return await self._exchange("Backward", to, request.call.deadline_seconds, messages, opening)
+        reply = await self._exchange("Backward", to, request.call.deadline_seconds, messages, opening)
+        if self._check_finite and reply.input_gradient is not None and not all_finite(reply.input_gradient):
+            raise NotFinite("gradient")
+        return reply
 
     async def void(self, to: Contact, request: VoidRequest, timeout_seconds: float) -> VoidReply:
         """Tell a peer that lower tries must not be added."""

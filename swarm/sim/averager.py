@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from swarm.errors import ReduceFailed
 from swarm.ids import PeerId
 from swarm.messages import Contact, ReduceRequest
-from swarm.sim.numeric import ZERO, Vector, add, mean
+from swarm.sim.numeric import ZERO, add, mean
 
 MEETING_SECONDS = 3.0
 """How long a member waits for the others."""
@@ -20,7 +20,7 @@ MEETING_SECONDS = 3.0
 class Meeting:
     """One attempt of one group."""
 
-    parts: dict[PeerId, tuple[Vector, int]] = field(default_factory=dict)
+    parts: dict[PeerId, tuple[Sequence[int], int]] = field(default_factory=dict)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -58,7 +58,7 @@ class SimulatedAverager:
         total, weight = ZERO, 0
         for member in request.members:
             part, tokens = meeting.parts[member.contact.peer]
-            total, weight = add(total, part), weight + tokens
+            total, weight = add(total, tuple(part)), weight + tokens
         if weight != request.total_tokens:
             raise ReduceFailed(f"a part has weight {weight}, not {request.total_tokens}")
         return mean(total, weight)

@@ -180,7 +180,8 @@ class Network:
             # Shielded: a repeat goes on even when its twin has answered, as on a real network.
             answer = await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():
+            this = asyncio.current_task()
+            if task.cancelled() and (this is None or not this.cancelling()):
                 raise Unreachable("connection reset") from None
             task.cancel()
             raise

@@ -11,6 +11,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from swarm.errors import BadRequest, NeedsInput, NotFinite
@@ -80,6 +81,16 @@ def add(left: Vector, right: Vector) -> Vector:
 ZERO: Vector = (0,) * WIDTH
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poison:
+    """A microbatch that is not finite at one stage: its ``output`` (and what follows), or only its ``gradient``."""
+
+    stage: int
+    step: int
+    microbatch: MicrobatchId
+    where: str
+
+
 class Broken(RuntimeError):
     """An injected failure of a stage's arithmetic."""
 
@@ -87,19 +98,17 @@ class Broken(RuntimeError):
 class NumericStage:
     """Implements :class:`swarm.ports.StageModule`."""
 
-    def __init__(self, stage: int, stages: int, poisoned: frozenset[tuple[int, MicrobatchId]] = frozenset()) -> None:
+    def __init__(self, stage: int, stages: int, poisons: frozenset[Poison] = frozenset()) -> None:
         self.stage = stage
         self.last = stage == stages - 1
-        self.poisoned = poisoned
-        """(step, microbatch) that are not finite here."""
+        self.poisons = poisons
+        """What is not finite here."""
         self.parameters = initial(stage)
         self.added: Counter[MicrobatchId] = Counter()
         """What was really added to the sum, for the invariants."""
-        self._sum = ZERO
+        self._sum = list(ZERO)
         self._reduced: Vector | None = None
         self._graphs: dict[tuple[int, MicrobatchId], Vector] = {}
-        self.poisoned_gradients: set[tuple[int, MicrobatchId]] = set()
-        """Like ``poisoned``, but only the backward is not finite."""
         self.breaks: set[MicrobatchId] = set()
         """Microbatches whose addition breaks half-way, once each."""
 
@@ -118,7 +127,7 @@ class NumericStage:
 
     def forward(self, draw: Draw, inputs: TensorData, *, keep_graph: bool) -> TensorData:
         values = unpack(inputs)
-        if (draw.step, draw.microbatch) in self.poisoned:
+        if self._poisoned(draw, "output"):
             raise NotFinite("output")
         if keep_graph:
             self._graphs[(draw.step, draw.microbatch)] = values
@@ -137,7 +146,7 @@ class NumericStage:
         return Gradient(
             input_gradient=pack(gradient_in) if self.stage else None,
             loss=loss,
-            finite=(draw.step, draw.microbatch) not in self.poisoned | self.poisoned_gradients,
+            finite=not self._poisoned(draw, "gradient") and not self._poisoned(draw, "output"),
             samples=1,
             handle=(draw.microbatch, gradient),
         )
@@ -146,17 +155,22 @@ class NumericStage:
         microbatch, values = gradient.handle
         if microbatch in self.breaks:
             self.breaks.remove(microbatch)
-            self._sum = add(self._sum, (values[0], *ZERO[1:]))
+            self._sum[0] = (self._sum[0] + values[0]) % PRIME
             raise Broken(f"microbatch {microbatch} was added half")
-        self._sum = add(self._sum, values)
+        self._sum[:] = add(tuple(self._sum), values)
         self.added[microbatch] += 1
 
     def drop_gradient(self) -> None:
-        self._sum = ZERO
+        self._sum[:] = ZERO
         self.added.clear()
 
     def gradient_sum(self) -> Any:
+        """Not a copy: whatever is added while it is being averaged spoils the average, as it would on a device."""
         return self._sum
+
+    def _poisoned(self, draw: Draw, where: str) -> bool:
+        poison = Poison(stage=self.stage, step=draw.step, microbatch=draw.microbatch, where=where)
+        return poison in self.poisons
 
     def set_reduced(self, mean: Any) -> tuple[Digest, float]:
         self._reduced = mean

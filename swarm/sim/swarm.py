@@ -11,7 +11,7 @@ from typing import Any
 
 from swarm.config import RunConfig
 from swarm.ids import MicrobatchId, PeerId, SessionId
-from swarm.messages import Contact, VoidReply, VoidRequest
+from swarm.messages import BackwardRequest, Contact, FreezeReply, FreezeRequest, StepKey, VoidReply, VoidRequest
 from swarm.records import CommitRecord, Lineage, PeerState, Term
 from swarm.roles.peer import Peer
 from swarm.roles.stepbook import StepBook
@@ -21,11 +21,8 @@ from swarm.sim.directory import Board, SimulatedDirectory
 from swarm.sim.executor import SimulatedExecutor
 from swarm.sim.loop import VirtualClock
 from swarm.sim.network import Call, Network, Node, SimulatedCalls, Weather
-from swarm.sim.numeric import NumericBatches, NumericStage
+from swarm.sim.numeric import NumericBatches, NumericStage, Poison
 from swarm.sim.truth import Truth, Violation
-
-Microbatches = frozenset[tuple[int, MicrobatchId]]
-
 
 class EventList:
     """Implements :class:`swarm.ports.Journal` with virtual times."""
@@ -70,10 +67,10 @@ class SimulatedSwarm:
         self,
         config: RunConfig,
         weather: Weather | None = None,
-        poisoned: Microbatches = frozenset(),
-        sick: Microbatches = frozenset(),
+        poisons: frozenset[Poison] = frozenset(),
+        sick: frozenset[Poison] = frozenset(),
     ) -> None:
-        """``poisoned`` microbatches are not finite at any peer, ``sick`` ones only at peers started as sick."""
+        """``poisons`` are microbatches not finite at any peer, ``sick`` ones only at peers started as sick."""
         self.config = config
         self.network = Network(weather)
         self.board = Board({}, {}, {})
@@ -82,14 +79,18 @@ class SimulatedSwarm:
         self.log = MemoryLog()
         self.peers: dict[PeerId, LivePeer] = {}
         self.trainer: Trainer | None = None
-        self.poisoned = poisoned
+        self.poisons = poisons
         self.sick = sick
-        self.truth = Truth(config, poisoned | sick)
+        self.truth = Truth(config, poisons, sick)
         self.violation: Violation | None = None
         """The first one found; it is raised where it is found, and kept in case that something swallows it."""
         self._lives: Counter[str] = Counter()
         self._terms: dict[SessionId, Term] = {}
         self._voided: dict[tuple[SessionId, Lineage, Term, MicrobatchId], int] = {}
+        self._sent: dict[tuple[SessionId, StepKey, MicrobatchId], int] = {}
+        """The greatest attempt in which each microbatch was sent to each life of a peer."""
+        self._frozen: dict[tuple[SessionId, StepKey], tuple[int, frozenset[MicrobatchId]]] = {}
+        """The last freeze that each life of a peer has answered."""
         self._ended: list[asyncio.Task[None]] = []
         self.network.before_call.append(self._before_call)
         self.network.after_call.append(self._after_call)
@@ -103,8 +104,8 @@ class SimulatedSwarm:
             raise ValueError(f"{name} lives already")
         self._lives[name] += 1
         contact = Contact(peer=peer_id, session=SessionId(f"{name}#{self._lives[name]}"), endpoint=f"{name}:1")
-        poisoned = self.poisoned | self.sick if sick else self.poisoned
-        module = NumericStage(stage, self.config.model.stage_count, poisoned)
+        poisons = self.poisons | self.sick if sick else self.poisons
+        module = NumericStage(stage, self.config.model.stage_count, poisons)
         executor = SimulatedExecutor(slowness)
         peer = Peer(
             config=self.config,
@@ -193,6 +194,10 @@ class SimulatedSwarm:
     # --- invariants -----------------------------------------------------------------
 
     def _before_call(self, call: Call) -> None:
+        if isinstance(call.request, BackwardRequest):
+            sent = call.request.call
+            key = (call.to.session, sent.key, sent.microbatch)
+            self._sent[key] = max(sent.attempt, self._sent.get(key, 0))
         with self._noting():
             self.truth.saw(call)
 
@@ -201,6 +206,10 @@ class SimulatedSwarm:
         if isinstance(request, VoidRequest) and isinstance(answer, VoidReply) and not answer.held:
             key = (call.to.session, request.key.lineage, request.key.term, request.microbatch)
             self._voided[key] = max(request.below_try, self._voided.get(key, 0))
+        if isinstance(request, FreezeRequest) and isinstance(answer, FreezeReply):
+            held = frozenset(h.microbatch for h in answer.held)
+            if request.attempt >= self._frozen.get((call.to.session, request.key), (-1, held))[0]:
+                self._frozen[call.to.session, request.key] = (request.attempt, held)
         with self._noting():
             self.check()
 
@@ -227,6 +236,8 @@ class SimulatedSwarm:
             raise Violation(f"{session} ended by itself")
         if not life.trusted:
             return
+        if seat.book is not None and seat.book.key.lineage != seat.lineage:
+            raise Violation(f"{session} collects for version {seat.book.key.step}, it is at {seat.lineage.length}")
         self._check_book(session, seat.book, module)
         expected = self.truth.parameters(seat.lineage, seat.stage)
         if module.parameters != expected:
@@ -239,6 +250,10 @@ class SimulatedSwarm:
             raise Violation(f"{session} says it holds {dict(held)}, its sum contains {dict(module.added)}")
         if book is None:
             return
+        attempt, closed = self._frozen.get((session, book.key), (-1, frozenset[MicrobatchId]()))
+        for microbatch in book.held.keys() - closed:
+            if self._sent.get((session, book.key, microbatch), 0) <= attempt:
+                raise Violation(f"{session} added {microbatch} after it had closed attempt {attempt}")
         for microbatch, entry in book.held.items():
             least = self._voided.get((session, book.key.lineage, book.key.term, microbatch), 0)
             if entry.try_number < least:

@@ -7,7 +7,7 @@ from swarm.ids import Digest, MicrobatchId
 from swarm.messages import ApplyRequest
 from swarm.records import CommitRecord, Lineage
 from swarm.sim.network import Call
-from swarm.sim.numeric import NumericBatches, Vector, initial, train_step
+from swarm.sim.numeric import NumericBatches, Poison, Vector, initial, train_step
 
 
 class Violation(AssertionError):
@@ -17,16 +17,17 @@ class Violation(AssertionError):
 class Truth:
     """Parameters of all stages by lineage, from the commits' microbatches alone and independently of any peer.
 
-    ``poisoned`` are (step, microbatch) that may be left out of a commit; any other must be in it.
+    Microbatches of ``poisons`` must be left out of a commit, those of ``sick`` may be; any other must be in it.
     """
 
-    def __init__(self, config: RunConfig, poisoned: frozenset[tuple[int, MicrobatchId]]) -> None:
+    def __init__(self, config: RunConfig, poisons: frozenset[Poison], sick: frozenset[Poison]) -> None:
         root = Lineage.root(config.hash)
         self._parameters: dict[Digest, list[Vector]] = {
             root.chain: [initial(stage) for stage in range(config.model.stage_count)]
         }
         self._everything = frozenset(MicrobatchId(m) for m in range(config.step.microbatches))
-        self._poisoned = poisoned
+        self._poisoned = {(poison.step, poison.microbatch) for poison in poisons}
+        self._sick = {(poison.step, poison.microbatch) for poison in sick}
 
     def saw(self, call: Call) -> None:
         """Learn a commit from the first call that carries it, before any peer can have applied it."""
@@ -55,7 +56,10 @@ class Truth:
         kept, excluded = frozenset(commit.microbatches), frozenset(commit.excluded)
         if kept | excluded != self._everything or kept & excluded or len(kept) != len(commit.microbatches):
             raise Violation(f"step {commit.step} committed {commit.microbatches}, excluded {commit.excluded}")
-        innocent = {m for m in excluded if (commit.step, m) not in self._poisoned}
+        guilty = {m for m in kept if (commit.step, m) in self._poisoned}
+        if guilty:
+            raise Violation(f"step {commit.step} contains {sorted(guilty)}, which are finite nowhere")
+        innocent = {m for m in excluded if (commit.step, m) not in self._poisoned | self._sick}
         if innocent:
             raise Violation(f"step {commit.step} left out {sorted(innocent)}, which are finite everywhere")
         batches = NumericBatches()

@@ -121,11 +121,13 @@ class TorchStage:
         return to_data(output)
 
     def backward(self, draw: Draw, inputs: TensorData | None, seed: TensorData) -> Gradient:
-        """Compute a gradient and add nothing.  Raises NeedsInput and BadRequest."""
+        """Compute a gradient and add nothing.  Raises NeedsInput, NotFinite ('input') and BadRequest."""
         self._checks.seed(seed)
         graph = self.graphs.take(draw)
         if inputs is not None:
             leaf = self._leaf(inputs)
+            if not self._first and not measures.all_finite([leaf]):
+                raise NotFinite("input")
             if graph is None or not torch.equal(graph.inputs.detach(), leaf.detach()):
                 # Also when the forward was fed by another route than this backward.
                 graph = Graph(inputs=leaf, output=self._module(leaf, draw), nbytes=0)

@@ -87,11 +87,21 @@ def _from_void(message: pb.VoidRequest) -> VoidRequest:
 
 
 def _to_greeting(value: Greeting) -> pb.Greeting:
-    return pb.Greeting(run=value.run, term=convert.to_term(value.term))
+    return pb.Greeting(
+        run=value.run,
+        term=convert.to_term(value.term),
+        lineage=None if value.lineage is None else convert.to_lineage(value.lineage),
+        distrust=value.distrust,
+    )
 
 
 def _from_greeting(message: pb.Greeting) -> Greeting:
-    return Greeting(run=fields.run("run", message.run), term=convert.from_term(message.term))
+    return Greeting(
+        run=fields.run("run", message.run),
+        term=convert.from_term(message.term),
+        lineage=convert.from_lineage(message.lineage) if message.HasField("lineage") else None,
+        distrust=message.distrust,
+    )
 
 
 def _to_report(value: PeerReport) -> pb.PeerReport:

@@ -200,12 +200,16 @@ class VoidReply(_message.Message):
     def __init__(self, held: bool = ...) -> None: ...
 
 class Greeting(_message.Message):
-    __slots__ = ("run", "term")
+    __slots__ = ("run", "term", "lineage", "distrust")
     RUN_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
+    LINEAGE_FIELD_NUMBER: _ClassVar[int]
+    DISTRUST_FIELD_NUMBER: _ClassVar[int]
     run: str
     term: Term
-    def __init__(self, run: _Optional[str] = ..., term: _Optional[_Union[Term, _Mapping]] = ...) -> None: ...
+    lineage: Lineage
+    distrust: bool
+    def __init__(self, run: _Optional[str] = ..., term: _Optional[_Union[Term, _Mapping]] = ..., lineage: _Optional[_Union[Lineage, _Mapping]] = ..., distrust: bool = ...) -> None: ...
 
 class ReducedMark(_message.Message):
     __slots__ = ("attempt", "digest", "squared_norm")
