@@ -64,6 +64,8 @@ class Schedule:
     """What happens to the trainer, in this order, at random times."""
     focus: tuple[str, ...] = ()
     """The kinds of calls that faults happen to; none: all."""
+    bound_seconds: float = BOUND_SECONDS
+    """Virtual time by which the run must be complete."""
     broken: float = 0.0
     """Chance that a life of a peer breaks half-way through the addition of one microbatch."""
 
@@ -245,7 +247,7 @@ async def play(schedule: Schedule) -> SimulatedSwarm:
         for index in range(count):
             chaos.start(f"p{stage}{index}", stage, sick=bool(schedule.sick) and stage == index == 0)
     try:
-        async with asyncio.timeout(BOUND_SECONDS):
+        async with asyncio.timeout(schedule.bound_seconds):
             await chaos.train()
         swarm.check_finished(schedule.steps)
     finally:

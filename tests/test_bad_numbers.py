@@ -51,7 +51,9 @@ def test_one_peer_at_a_time_computes_nan(tmp_path: Path) -> None:
     outcome.check()
     check_finite(outcome)
     assert blamed(outcome.of("not_finite")) == {peer_of(outcome, "peer-1-0")}
-    assert blamed(outcome.of("peer_diverged")) == {peer_of(outcome, "peer-1-0")}
+    assert blamed(outcome.of("peer_diverged")) == {
+        peer_of(outcome, name) for name in ("peer-1-0", "peer-1-1", "peer-2-0")
+    }
     assert blamed(outcome.of("gradient_not_finite")) == {
         peer_of(outcome, name) for name in ("peer-1-1", "peer-2-0", "peer-0-0")
     }
@@ -69,10 +71,12 @@ def test_a_peer_that_computes_nan_for_ever_is_avoided(tmp_path: Path) -> None:
     outcome = run_swarm(tmp_path, peers=(1, 2, 2), steps=10, faults=faults)
     outcome.check()
     check_finite(outcome)
-    assert blamed(outcome.of("peer_diverged")) == {peer_of(outcome, "peer-1-0")}
-    assert blamed(outcome.of("gradient_not_finite")) == {peer_of(outcome, "peer-2-0")}
-    assert outcome.report.wall_seconds is not None
-    assert outcome.report.microbatches.retried <= 10  # it is asked seldom, not for each microbatch
+    culprits = [peer_of(outcome, name) for name in ("peer-1-0", "peer-2-0")]
+    diverged = [str(event.fields["peer"]) for event in outcome.of("peer_diverged")]
+    assert set(diverged) == set(culprits)
+    # Fetching state does not mend it: the second time it is left alone for half a minute, longer than this run.
+    assert max(diverged.count(culprit) for culprit in culprits) <= 2
+    assert blamed(outcome.of("gradient_not_finite")) == {culprits[1]}
 
 
 class WithoutOne(Reference):

@@ -1,4 +1,4 @@
-"""A stage without peers: the trainer waits and says so; a committed state is never replaced by the seed's in silence."""
+"""A stage without peers: the trainer waits and says so; a committed state is never replaced by the seed's."""
 
 from __future__ import annotations
 

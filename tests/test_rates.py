@@ -1,4 +1,4 @@
-"""Work goes to peers in proportion to their speed.  Compute is emulated by sleeping: two cores stand for many devices."""
+"""Work goes to peers in proportion to their speed, which is emulated by sleeping: two cores stand for many devices."""
 
 from __future__ import annotations
 

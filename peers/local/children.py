@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -122,6 +123,8 @@ class Children:
         if self._writer is not None:
             self._writer.close()
         self._nursery = None
+        # The nursery has done so already, unless it was killed.
+        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     @property
     def cpu_seconds(self) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import secrets
 import socket
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -27,13 +28,26 @@ WRONG_ID = "another peer answers there (wrong id)"
 _SOCKET_FAMILIES = {"ip4": socket.AF_INET, "ip6": socket.AF_INET6, "dns4": socket.AF_INET, "dns6": socket.AF_INET6}
 
 
+class _AloofP2P(P2P):  # type: ignore[misc]  # hivemind has no types
+    """p2pd in a process group of its own: Ctrl-C at a terminal is for the program, which needs p2pd to say good-bye.
+
+    It still ends with its parent, however that ends.
+    """
+
+    @staticmethod
+    def _make_process_args(*args: Any, **options: Any) -> list[str]:
+        command: list[str] = P2P._make_process_args(*args, **options)
+        apart = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+        return [sys.executable, "-I", "-S", "-c", apart, *command]
+
+
 async def create_p2p(sockets: Path, **options: Any) -> P2P:
     """Start a p2pd whose sockets lie in ``sockets``, without NAT traversal and relays.
 
     Raises CannotJoin if it does not start (the port is taken, say).
     """
     # hivemind names the place by an attribute of the class: a class of our own leaves other nodes alone.
-    own: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
+    own: Any = type("_OwnP2P", (_AloofP2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{sockets}/"})
     try:
         return await own.create(
             auto_nat=False, nat_port_map=False, use_relay=False, check_if_identity_free=False, **options

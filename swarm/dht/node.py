@@ -179,7 +179,9 @@ async def start_node(
         p2p = await _listening_p2p(identity, listen, announce_host, announce_port, sockets, client)
         reached = await _reach(p2p, others, startup_seconds)
         dht = await _start_dht(p2p, identity, reached, client)
-        addresses = () if client else tuple(str(address) for address in await p2p.get_visible_maddrs())
+        visible = () if client else tuple(str(address) for address in await p2p.get_visible_maddrs())
+        # What is of use on this machine only comes last.
+        addresses = tuple(sorted(visible, key=lambda text: text.startswith(("/ip4/127.", "/ip6/::1/"))))
         return SwarmNode(
             identity=identity, lock=lock, sockets=sockets, p2p=p2p, dht=dht, join=others, addresses=addresses
         )

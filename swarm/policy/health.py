@@ -22,6 +22,8 @@ class Health:
     """In a row."""
     suspect_until: float = float("-inf")
     suspected: bool = False
+    divergences: int = 0
+    """In this life: an answer to a greeting does not make up for them."""
 
     def failed(self, now: float) -> float:
         """A call failed; returns the seconds for which the peer is left alone."""
@@ -37,6 +39,16 @@ class Health:
         self.suspected = True
         seconds = BAN_SECONDS if self.failures > 1 else LONGEST_BACKOFF_SECONDS
         self.suspect_until = now + seconds
+        return seconds
+
+    def diverged(self, now: float) -> float:
+        """Its numbers were not its group's.  Once, fetching state may mend it; then it is left alone.  Returns seconds."""
+        self.divergences += 1
+        if self.divergences == 1:
+            return 0.0
+        self.suspected = True
+        seconds = LONGEST_BACKOFF_SECONDS if self.divergences == 2 else BAN_SECONDS
+        self.suspect_until = max(self.suspect_until, now + seconds)
         return seconds
 
     def succeeded(self) -> None:

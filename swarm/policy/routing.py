@@ -24,10 +24,19 @@ UNKNOWN_SECONDS = 1e-3
 
 @dataclass(slots=True, kw_only=True)
 class Lane:
-    """What the trainer knows of one peer's speed and load."""
+    """What the trainer knows of one peer's speed and load.
+
+    Time-outs slow a peer down for routing; deadlines follow answers alone, or one lost message would make the wait for
+    the next one six times as long, and so on.  What time-outs do to deadlines is :attr:`leniency`.
+    """
 
     seconds_per_unit: float = UNKNOWN_SECONDS
     measurements: int = 0
+    answer_seconds: float = UNKNOWN_SECONDS
+    """Seconds per unit, from answers alone."""
+    answers: int = 0
+    timeouts: int = 0
+    """In a row."""
     outstanding_units: float = 0.0
     last_answer: float = float("-inf")
 
@@ -35,6 +44,8 @@ class Lane:
         """Take the peer's own probe until something is measured."""
         if not self.measurements and forward_seconds > 0:
             self.seconds_per_unit = forward_seconds / FORWARD_UNITS
+        if not self.answers and forward_seconds > 0:
+            self.answer_seconds = forward_seconds / FORWARD_UNITS
 
     def sent(self, units: float) -> None:
         """Work was placed on the peer."""
@@ -47,23 +58,40 @@ class Lane:
     def answered(self, units: float, sent_at: float, now: float) -> None:
         """An answer of ``units`` arrived for a call sent at ``sent_at``."""
         self.given_up(units)
-        self._learn((now - max(sent_at, self.last_answer)) / units)
+        seconds = (now - max(sent_at, self.last_answer)) / units
+        self._learn(seconds)
+        self.answers += 1
+        self.answer_seconds = _average(self.answer_seconds, seconds, self.answers)
+        self.timeouts = 0
         self.last_answer = now
 
     def timed_out(self, units: float, waited_seconds: float) -> None:
         """No answer came: the peer is at least as slow as the wait says."""
         self.given_up(units)
+        self.timeouts += 1
         self._learn(max(self.seconds_per_unit, waited_seconds / units))
 
     def finish_seconds(self, units: float) -> float:
         """Expected seconds until work placed now would be done."""
         return (self.outstanding_units + units) * self.seconds_per_unit
 
+    def answer_expected_seconds(self) -> float:
+        """Expected seconds until all that is placed is answered."""
+        return self.outstanding_units * self.answer_seconds
+
+    @property
+    def leniency(self) -> float:
+        """Multiplier of deadlines, 1 to 8: a peer that is slower than it ever was gets its answer in at last."""
+        return float(min(8, 2**self.timeouts))
+
     def _learn(self, seconds: float) -> None:
         self.measurements += 1
-        # The average is exact over the first measurements, then moving: no bias towards the first value.
-        rate = max(LEARNING_RATE, 1.0 / self.measurements)
-        self.seconds_per_unit += rate * (max(seconds, 1e-6) - self.seconds_per_unit)
+        self.seconds_per_unit = _average(self.seconds_per_unit, seconds, self.measurements)
+
+
+def _average(known: float, newest: float, count: int) -> float:
+    """Exact over the first measurements, then moving: no bias towards the first value."""
+    return known + max(LEARNING_RATE, 1.0 / count) * (max(newest, 1e-6) - known)
 
 
 def choose(lanes: Iterable[tuple[K, Lane]], units: float, seed: str) -> K | None:

@@ -23,7 +23,7 @@ from swarm.policy.closing import ClosePlan, plan_close
 from swarm.policy.deadlines import Limits, control_deadline, transfer_deadline
 from swarm.policy.grouping import sits_out
 from swarm.policy.routing import BACKWARD_UNITS, FORWARD_UNITS
-from swarm.ports import Journal, StageCalls
+from swarm.ports import Clock, Journal, StageCalls
 from swarm.records import PeerState, StageCommit
 from swarm.roles.fences import Fences
 from swarm.roles.ledger import Ledger
@@ -68,16 +68,21 @@ class StageClose:
         fences: Fences,
         pipeline: Pipeline,
         calls: StageCalls,
+        clock: Clock,
         journal: Journal,
         limits: Limits,
         gradient_bytes: int,
     ) -> None:
+        self.freeze_seconds = 0.0
+        """Spent on freezes, drops and repairs."""
+        self.reduce_seconds = 0.0
         self._stage = stage
         self._ledger = ledger
         self._roster = roster
         self._fences = fences
         self._pipeline = pipeline
         self._calls = calls
+        self._clock = clock
         self._journal = journal
         self._limits = limits
         self._gradient_bytes = gradient_bytes
@@ -90,10 +95,14 @@ class StageClose:
         return self._ledger.attempts[self._stage]
 
     async def run(self) -> StageResult:
-        """Close and reduce until a result with the full weight exists.  Raises RunFailed if nothing is left to train."""
+        """Close and reduce until a result with the full weight exists.  RunFailed if nothing is left to train."""
         while True:
+            started = self._clock.now()
             close = await self._close()
+            closed = self._clock.now()
             result = await self._reduce(close)
+            self.freeze_seconds += closed - started
+            self.reduce_seconds += self._clock.now() - closed
             if result is not None:
                 return result
             self._ledger.attempts[self._stage] += 1
@@ -136,7 +145,7 @@ class StageClose:
                 self._fences.put(member, "not ready at the close")
 
     async def _freeze_one(self, member: Member) -> FreezeReply | None:
-        longest_job = member.lane.seconds_per_unit * (FORWARD_UNITS + BACKWARD_UNITS)
+        longest_job = member.lane.answer_seconds * (FORWARD_UNITS + BACKWARD_UNITS)
         seconds = control_deadline(self._limits, longest_job, self._roster.patience.factor)
         if member.health.suspected:
             seconds = min(seconds, SUSPECT_SECONDS)
@@ -216,7 +225,7 @@ class StageClose:
         complete = {p: r.reduced for p, r in answered.items() if r.reduced is not None}
         if not complete:
             self._attempt_failed(close, answered)
-            self._check_overflow(answered)
+            self._not_finite(close, {p for p, r in answered.items() if r is NOT_FINITE}, set(answered))
             return None
         result = self._agree(complete)
         donors = tuple(close.members[p].contact for p, mark in complete.items() if mark == result)
@@ -262,9 +271,12 @@ class StageClose:
         for peer in out:
             self._fences.put(close.members[peer], reason)
 
-    def _check_overflow(self, answered: dict[PeerId, ReduceReply]) -> None:
-        """One broken member is found out by the others; if it is so at all of them, twice, the run itself diverges."""
-        if answered and all(reply is NOT_FINITE for reply in answered.values()):
+    def _not_finite(self, close: Close, found: set[PeerId], answered: set[PeerId]) -> None:
+        """A member alone with it is at fault; if it is so at all of them, twice, the run itself diverges."""
+        if found < answered:
+            for peer in found:
+                self._roster.distrust(close.members[peer], "its gradient is not finite")
+        elif found:
             self._overflows += 1
         if self._overflows >= 2:
             raise RunFailed(

@@ -258,9 +258,8 @@ class Pipeline:
         """Call, and let the peer's standing and speed learn from the outcome."""
         lane = member.lane
         lane.sent(units)
-        seconds = call_deadline(
-            self._limits, lane.finish_seconds(0.0), lane.measurements > 0, self._roster.patience.factor
-        )
+        patience = max(self._roster.patience.factor, lane.leniency)
+        seconds = call_deadline(self._limits, lane.answer_expected_seconds(), lane.answers > 0, patience)
         sent_at = self._clock.now()
         try:
             answer = await call(seconds)

@@ -142,9 +142,12 @@ class Roster:
         member.health.succeeded()
 
     def distrust(self, member: Member, reason: str) -> None:
-        """The peer differs from its group: no work until it has fetched state."""
+        """The peer differs from its group: no work until it has fetched state, and none for long if it does so again."""
+        if member.distrusted:
+            return
         self._journal.record("peer_diverged", peer=member.peer, stage=member.stage, reason=reason)
         member.distrusted = True
+        member.health.diverged(self._clock.now())
         self.unready(member)
 
     def unready(self, member: Member) -> None:

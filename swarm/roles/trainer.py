@@ -39,8 +39,6 @@ class Progress:
     marks: list[dict[PeerId, StateMark]] = field(default_factory=list)
     """By stage: what the peers' parameters are at the end of the run."""
     step_seconds: dict[int, float] = field(default_factory=dict)
-    phase_seconds: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of each step: compute, close (freeze, repairs and all-reduce), apply."""
 
 
 class Trainer:
@@ -173,19 +171,25 @@ class Trainer:
         )
         await self._compute(lineage.length, ledger, pipeline)
         computed = self._clock.now()
-        results = await self._close(ledger, fences, pipeline)
+        closes = self._closes(ledger, fences, pipeline)
+        results = await self._close(ledger, closes)
         closed = self._clock.now()
         commit = lead.decide(lineage, ledger, results)
         await lead.commit(commit, lineage, [result.donors for result in results])
         applied = self._clock.now()
         self._committed(commit, lineage)
         self.progress.step_seconds[commit.step] = applied - started
-        self.progress.phase_seconds[commit.step] = {
-            "compute": computed - started,
-            "close": closed - computed,
-            "apply": applied - closed,
-        }
-        self._journal.record("step", step=commit.step, loss=commit.loss, seconds=applied - started)
+        self._journal.record(
+            "step",
+            step=commit.step,
+            loss=commit.loss,
+            tokens=sum(commit.tokens),
+            seconds=applied - started,
+            compute_seconds=computed - started,
+            freeze_seconds=max(close.freeze_seconds for close in closes),
+            reduce_seconds=max(close.reduce_seconds for close in closes),
+            apply_seconds=applied - closed,
+        )
         if self._on_step is not None:
             self._on_step(commit)
 
@@ -213,9 +217,8 @@ class Trainer:
         peers = sum(len(self.roster.eligible(stage)) for stage in range(len(self.roster.stages)))
         return max(4, 2 * peers + len(self.roster.stages))
 
-    async def _close(self, ledger: Ledger, fences: Fences, pipeline: Pipeline) -> list[StageResult]:
-        """All stages at once.  A repair may exclude a microbatch: then every stage closes again without it."""
-        closes = [
+    def _closes(self, ledger: Ledger, fences: Fences, pipeline: Pipeline) -> list[StageClose]:
+        return [
             StageClose(
                 stage=stage,
                 ledger=ledger,
@@ -223,12 +226,16 @@ class Trainer:
                 fences=fences,
                 pipeline=pipeline,
                 calls=self._calls,
+                clock=self._clock,
                 journal=self._journal,
                 limits=self._limits,
                 gradient_bytes=4 * stage_parameters(self._config.model, stage),
             )
             for stage in range(len(self.roster.stages))
         ]
+
+    async def _close(self, ledger: Ledger, closes: list[StageClose]) -> list[StageResult]:
+        """All stages at once.  A repair may exclude a microbatch: then every stage closes again without it."""
         while True:
             excluded = set(ledger.excluded)
             async with asyncio.TaskGroup() as tasks:

@@ -68,7 +68,7 @@ class Fate:
     repeat: bool = False
     """The request arrives twice at once; the first answer counts."""
     late_copy_seconds: float | None = None
-    """Another copy of the request arrives this much later, whatever has become of the caller; nobody hears its answer."""
+    """Another copy arrives this much later, whatever has become of the caller; nobody hears its answer."""
     kill_before: bool = False
     """The callee dies when the request arrives."""
     kill_after: bool = False

@@ -24,6 +24,7 @@ from swarm.sim.network import Call, Network, Node, SimulatedCalls, Weather
 from swarm.sim.numeric import NumericBatches, NumericStage, Poison
 from swarm.sim.truth import Truth, Violation
 
+
 class EventList:
     """Implements :class:`swarm.ports.Journal` with virtual times."""
 

@@ -1,0 +1,484 @@
+"""One fault at a time, at the moment where it hurts most."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+from protocol_driver import run_config, superseded
+
+from swarm.errors import BadRequest, Frozen, StateLost
+from swarm.ids import Digest, MicrobatchId, PeerId
+from swarm.messages import BackwardRequest, Contact, MicrobatchCall, StepKey
+from swarm.records import Lineage, PeerState, Term
+from swarm.roles.stepbook import StepBook
+from swarm.sim.loop import run
+from swarm.sim.network import Call, Fate
+from swarm.sim.numeric import Poison
+from swarm.sim.swarm import MemoryLog, SimulatedSwarm
+from swarm.sim.truth import Violation
+
+pytestmark = pytest.mark.fast
+
+STEPS = 3
+BOUND_SECONDS = 300.0
+
+
+class Script:
+    """A weather that a test writes: ``decide`` gives a fate, or None for fair weather."""
+
+    def __init__(self, decide: Callable[[Call], Fate | None] = lambda call: None) -> None:
+        self.decide = decide
+
+    def fate(self, call: Call) -> Fate:
+        return self.decide(call) or Fate()
+
+
+def once(matches: Callable[[Call], bool], fate: Fate, times: int = 1) -> Callable[[Call], Fate | None]:
+    left = [times]
+
+    def decide(call: Call) -> Fate | None:
+        if left[0] and matches(call):
+            left[0] -= 1
+            return fate
+        return None
+
+    return decide
+
+
+def start(swarm: SimulatedSwarm, *peers: int) -> None:
+    for stage, count in enumerate(peers):
+        for index in range(count):
+            swarm.start_peer(f"p{stage}{index}", stage)
+
+
+async def train(swarm: SimulatedSwarm, steps: int = STEPS) -> None:
+    async with asyncio.timeout(BOUND_SECONDS):
+        await swarm.make_trainer(log=MemoryLog(list(swarm.log.commits))).run(steps)
+    swarm.check_finished(steps)
+
+
+def play(
+    peers: tuple[int, ...],
+    decide: Callable[[Call], Fate | None] = lambda call: None,
+    then: Callable[[SimulatedSwarm], Awaitable[None]] = train,
+    poisons: frozenset[Poison] = frozenset(),
+    sick: frozenset[Poison] = frozenset(),
+    prepare: Callable[[SimulatedSwarm], None] = lambda swarm: None,
+) -> SimulatedSwarm:
+    async def main() -> SimulatedSwarm:
+        swarm = SimulatedSwarm(run_config(len(peers), 4), Script(decide), poisons, sick)
+        start(swarm, *peers)
+        prepare(swarm)
+        try:
+            await then(swarm)
+        finally:
+            await swarm.close()
+        return swarm
+
+    return run(main())
+
+
+def kinds(swarm: SimulatedSwarm) -> set[str]:
+    return {kind for _, kind, _ in swarm.journal.events}
+
+
+def is_backward(call: Call, stage: int, step: int = 0, microbatch: int = 1) -> bool:
+    request = call.request
+    if not isinstance(request, BackwardRequest):
+        return False
+    key = request.call.key
+    return (key.stage, key.step, request.call.microbatch) == (stage, step, microbatch)
+
+
+# --- microbatches -----------------------------------------------------------------------
+
+
+def test_an_answer_after_its_deadline() -> None:
+    swarm = play((2, 2), once(lambda c: is_backward(c, 1), Fate(reply_seconds=200.0)))
+    assert "voided" in kinds(swarm)
+
+
+def test_a_backward_that_arrives_twice_is_added_once() -> None:
+    play((1, 1), lambda call: Fate(repeat=True) if call.kind == "backward" else None)
+
+
+def test_a_backward_that_arrives_after_its_void() -> None:
+    lost = Fate(lose_request=True, late_copy_seconds=31.0)
+    play((2, 2), once(lambda c: is_backward(c, 1), lost))
+
+
+def test_a_backward_that_arrives_after_the_commit() -> None:
+    play((2, 2), once(lambda c: is_backward(c, 1), Fate(late_copy_seconds=5.0)))
+
+
+def test_a_void_that_arrives_late() -> None:
+    lost = once(lambda c: is_backward(c, 1), Fate(lose_reply=True))
+    late = once(lambda c: c.kind == "void", Fate(lose_request=True, late_copy_seconds=2.5))
+    swarm = play((2, 2), lambda call: lost(call) or late(call))
+    assert "dropped" in kinds(swarm)  # both peers held it
+
+
+def test_a_lost_reply_is_credited_and_the_gradient_of_the_input_computed_again() -> None:
+    swarm = play((1, 2), once(lambda c: is_backward(c, 1), Fate(lose_reply=True)))
+    assert "voided" in kinds(swarm)
+    assert "dropped" not in kinds(swarm)
+
+
+def test_an_addition_that_breaks_half_way() -> None:
+    def prepare(swarm: SimulatedSwarm) -> None:
+        for life in swarm.peers.values():
+            life.module.breaks.add(MicrobatchId(2))
+
+    swarm = play((2, 2), prepare=prepare)
+    assert "gradient_lost" in kinds(swarm)
+
+
+@pytest.mark.parametrize("where", ["output", "gradient"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("peers", [1, 2])
+def test_a_microbatch_that_is_finite_nowhere_is_left_out_everywhere(peers: int, stage: int, where: str) -> None:
+    poison = Poison(stage=stage, step=1, microbatch=MicrobatchId(2), where=where)
+    swarm = play((peers,) * 3, poisons=frozenset({poison}))
+    assert swarm.log.commits[1].excluded == (2,)
+    assert swarm.log.commits[0].excluded == swarm.log.commits[2].excluded == ()
+
+
+@pytest.mark.parametrize("where", ["output", "gradient"])
+def test_a_peer_that_is_not_finite_alone_is_distrusted(where: str) -> None:
+    sick = frozenset(
+        Poison(stage=0, step=1, microbatch=MicrobatchId(m), where=where) for m in range(4)
+    )  # all, so that the sick peer gets one of them
+
+    def prepare(swarm: SimulatedSwarm) -> None:
+        swarm.start_peer("sick", 0, sick=True)
+
+    swarm = play((2, 1), sick=sick, prepare=prepare)
+    assert all(not commit.excluded for commit in swarm.log.commits)
+    diverged = [fields["peer"] for _, kind, fields in swarm.journal.events if kind == "peer_diverged"]
+    assert diverged
+    assert set(diverged) == {"sick"}
+    assert "state_fetched" in kinds(swarm)
+
+
+# --- state ------------------------------------------------------------------------------
+
+
+def test_a_donor_dies_amid_its_state() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 2)
+        swarm.start_peer("newcomer", 0)
+        await train(swarm, 4)
+
+    swarm = play((3, 1), once(lambda c: c.kind == "fetch_state", Fate(kill_amid_stream=True)), then)
+    assert {"donor_failed", "state_fetched"} <= kinds(swarm)
+
+
+def test_a_newcomer_one_behind_catches_up_by_the_reduced_gradient() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 1)
+        swarm.start_peer("newcomer", 0)
+        # Nobody offers it state, so that it starts at version 0.
+        newcomer = swarm.peers[PeerId("newcomer")].peer
+        newcomer.seat.set_state(PeerState.READY)
+        await train(swarm, 3)
+        assert newcomer.seat.lineage.length == 3
+        assert swarm.network.calls["fetch_gradient"]
+        assert "fetch_state" not in swarm.network.calls
+
+    play((2, 1), then=then)
+
+
+def test_both_peers_of_a_stage_die_before_any_commit() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        training = asyncio.create_task(swarm.make_trainer().run(STEPS))
+        while not swarm.network.calls.get("backward"):
+            await asyncio.sleep(0.1)
+        assert not swarm.log.commits
+        for name in ("p10", "p11"):
+            swarm.kill_peer(PeerId(name))
+        await asyncio.sleep(5.0)
+        swarm.start_peer("another", 1)
+        async with asyncio.timeout(BOUND_SECONDS):
+            await training
+        swarm.check_finished(STEPS)
+
+    play((2, 2), then=then)
+
+
+def test_both_peers_of_a_stage_die_after_a_commit() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 2)
+        swarm.kill_peer(PeerId("p10"))
+        swarm.kill_peer(PeerId("p11"))
+        swarm.start_peer("another", 1)
+        trainer = swarm.make_trainer(state_timeout_seconds=60.0)
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.timeout(100.0):
+                await trainer.run(4)
+        lost = caught.value.exceptions[0]
+        assert isinstance(lost, StateLost)
+        assert "stage 1" in str(lost)
+        assert "step 1" in str(lost)
+        swarm.check()
+
+    play((2, 2), then=then)
+
+
+def test_both_peers_of_a_stage_die_while_the_trainer_lives() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        training = asyncio.create_task(swarm.make_trainer(state_timeout_seconds=60.0).run(50))
+        while len(swarm.log.commits) < 2:
+            await asyncio.sleep(0.1)  # virtual
+        swarm.kill_peer(PeerId("p10"))
+        swarm.kill_peer(PeerId("p11"))
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.timeout(120.0):
+                await training
+        assert "stage 1" in str(caught.value.exceptions[0])
+        assert isinstance(caught.value.exceptions[0], StateLost)
+
+    play((2, 2), then=then)
+
+
+def test_who_missed_the_apply_applies_late() -> None:
+    swarm = play((2, 1), once(lambda c: c.kind == "apply" and c.to.peer == "p00", Fate(lose_request=True)))
+    assert "fetch_state" not in swarm.network.calls
+
+
+def test_the_last_commit_is_brought_to_every_stage() -> None:
+    def last(call: Call) -> bool:
+        return call.kind == "apply" and call.to.peer == "p00" and call.request.commit.step == STEPS - 1
+
+    play((1, 1), once(last, Fate(lose_request=True)))
+
+
+def test_a_replica_that_differs_fetches_state() -> None:
+    spoiled: list[PeerId] = []
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        def spoil(call: Call) -> None:
+            if call.kind == "apply" and call.to.peer == "p01" and not spoiled:
+                life = swarm.peers[call.to.peer]
+                spoiled.append(call.to.peer)
+                life.trusted = False
+                life.module.parameters = (1, 2, 3)
+
+        def heal(call: Call, answer: object) -> None:
+            if call.kind == "fetch_state" and call.caller == "p01":
+                asyncio.get_running_loop().call_later(1.0, setattr, swarm.peers[PeerId("p01")], "trusted", True)
+
+        swarm.network.before_call.append(spoil)
+        swarm.network.after_call.append(heal)
+        await train(swarm, 6)
+        assert swarm.peers[PeerId("p01")].trusted
+        swarm.check()
+
+    swarm = play((3, 1), then=then)
+    assert [f["peer"] for _, kind, f in swarm.journal.events if kind == "peer_diverged"] == ["p01"]
+    assert "state_fetched" in kinds(swarm)
+
+
+def test_a_late_greeting_does_not_turn_the_only_peer_back() -> None:
+    """Its lead spoke of version t, the peer has applied t since: no donor could give it anything better."""
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 2)
+        assert "waiting_for_donor" not in kinds(swarm)
+
+    play((1, 1), lambda c: Fate(late_copy_seconds=2.0) if c.kind == "greet" else None, then)
+
+
+# --- reduce and commit --------------------------------------------------------------------
+
+
+def test_members_that_lose_the_result_are_given_it() -> None:
+    def prepare(swarm: SimulatedSwarm) -> None:
+        swarm.meetings.loses = lambda peer: peer == "p01"
+
+    swarm = play((3, 1), prepare=prepare)
+    assert swarm.network.calls["adopt"] == STEPS
+
+
+def test_if_all_lose_the_result_the_next_attempt_runs() -> None:
+    def prepare(swarm: SimulatedSwarm) -> None:
+        losers = iter([True] * 4)
+        swarm.meetings.loses = lambda peer: peer[1] == "0" and next(losers, False)
+
+    swarm = play((2, 1), prepare=prepare)
+    assert swarm.log.commits[0].stages[0].attempt == 2
+
+
+def test_a_member_that_never_comes_is_left_out_and_what_it_held_is_repaired() -> None:
+    swarm = play((3, 1), lambda c: Fate(lose_request=True) if c.kind == "reduce" and c.to.peer == "p01" else None)
+    assert {"fenced", "repaired"} <= kinds(swarm)
+    assert "p01" not in swarm.log.commits[0].stages[0].members
+
+
+def test_a_reduce_that_arrives_late_does_not_end_the_one_that_runs() -> None:
+    play((2, 1), lambda c: Fate(late_copy_seconds=0.02, repeat=True) if c.kind == "reduce" else None)
+
+
+# --- trainers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("moment", ["freeze", "reduce", "apply"])
+@pytest.mark.parametrize("heard", [False, True])
+def test_the_trainer_dies_and_comes_back(moment: str, heard: bool, empty: bool) -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        task = asyncio.create_task(swarm.make_trainer().run(STEPS))
+
+        def kill(call: Call) -> None:
+            if call.kind == moment and call.request.key.step == 1:
+                task.cancel()
+
+        (swarm.network.after_call if heard else swarm.network.before_call).append(
+            (lambda call, answer: kill(call)) if heard else kill  # type: ignore[arg-type]
+        )
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        swarm.network.before_call[1:] = []
+        swarm.network.after_call[1:] = []
+        log = MemoryLog() if empty else MemoryLog(list(swarm.log.commits))
+        async with asyncio.timeout(BOUND_SECONDS):
+            await swarm.make_trainer(log=log).run(STEPS)
+        swarm.check_finished(STEPS)
+
+    play((2, 2), then=then)
+
+
+def test_a_commit_that_one_peer_has_applied_is_completed() -> None:
+    """The first peer to apply step 1 is the only one that hears of it before the trainer dies."""
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        task = asyncio.create_task(swarm.make_trainer().run(STEPS))
+        commits = []
+
+        def only_one(call: Call) -> Fate | None:
+            if call.kind != "apply" or call.request.commit.step != 1 or task.done():
+                return None
+            return Fate(lose_request=call.to.peer != "p00")
+
+        def kill(call: Call, answer: object) -> None:
+            if call.kind == "apply" and call.request.commit.step == 1 and not task.done():
+                commits.append(call.request.commit)
+                task.cancel()
+
+        assert isinstance(swarm.network.weather, Script)
+        swarm.network.weather.decide = only_one
+        swarm.network.after_call.append(kill)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(swarm.log.commits) == 1
+        await train(swarm)
+        assert swarm.log.commits[1] == commits[0]
+
+    play((2, 2), then=then)
+
+
+def test_a_second_trainer_supersedes_the_first() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        async def first(log: MemoryLog) -> MemoryLog:
+            await swarm.make_trainer("first", log=log).run(50)
+            return log
+
+        task = asyncio.create_task(first(swarm.log))
+        await asyncio.sleep(3.0)
+        second = swarm.make_trainer("second", log=MemoryLog(), sees_lead=False)
+        async with asyncio.timeout(BOUND_SECONDS):
+            await second.run(8)
+            await asyncio.wait({task})
+        assert superseded(task)
+        swarm.check_finished(8)
+
+    play((2, 2), then=then)
+
+
+def test_a_second_trainer_that_sees_the_lease_does_not_start() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        log = swarm.log
+        task = asyncio.create_task(swarm.make_trainer("first").run(12))
+        await asyncio.sleep(3.0)
+        second = asyncio.create_task(swarm.make_trainer("second", log=MemoryLog()).run(STEPS))
+        await asyncio.wait({second})
+        assert isinstance(second.exception(), Exception)
+        assert "first leads" in str(second.exception())
+        await task
+        swarm.log = log
+        swarm.check_finished(12)
+
+    play((2, 2), then=then)
+
+
+def test_another_life_of_the_same_trainer_leads_under_another_term() -> None:
+    """The first life hangs, its lease is lost and so is its log: only peers know its term."""
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        task = asyncio.create_task(swarm.make_trainer("same", log=MemoryLog()).run(50))
+        await asyncio.sleep(3.0)
+        known = max(life.peer.seat.term for life in swarm.peers.values())
+        async with asyncio.timeout(BOUND_SECONDS):
+            await swarm.make_trainer("same", log=MemoryLog(), sees_lead=False).run(8)
+        assert all(life.peer.seat.term > known for life in swarm.peers.values())
+        await asyncio.wait({task})
+        assert isinstance(task.exception(), ExceptionGroup)
+        swarm.check_finished(8)
+
+    play((1, 1), then=then)
+
+
+# --- the book's own guards, which random schedules hardly tell apart ------------------------
+
+KEY = StepKey(
+    run=run_config(1, 4).hash, stage=0, term=Term(1, PeerId("t")), lineage=Lineage.root(run_config(1, 4).hash)
+)
+CALL = MicrobatchCall(key=KEY, microbatch=MicrobatchId(1), try_number=0, attempt=0, deadline_seconds=1.0)
+
+
+def test_a_frozen_attempt_takes_nothing_more() -> None:
+    book = StepBook(KEY)
+    book.add(CALL, 3, 1)
+    assert [h.microbatch for h in book.freeze(0)] == [1]
+    with pytest.raises(Frozen):
+        book.holds(replace(CALL, microbatch=MicrobatchId(2)))
+    assert not book.holds(replace(CALL, microbatch=MicrobatchId(2), attempt=1))
+    assert book.holds(CALL)  # asked again, it answers again
+
+
+@pytest.mark.parametrize(("microbatches", "tokens"), [((1, 2), 3), ((2,), 3), ((1,), 4)])
+def test_a_contribution_must_be_what_is_held(microbatches: tuple[int, ...], tokens: int) -> None:
+    book = StepBook(KEY)
+    book.add(CALL, 3, 1)
+    with pytest.raises(BadRequest):
+        book.contribute(0, tuple(MicrobatchId(m) for m in microbatches), tokens)
+    assert not book.contribute(0, (MicrobatchId(1),), 3)
+    assert book.contribute(0, (), 0)  # weight 0: what is held must go first
+    book.freeze(1)
+    with pytest.raises(Frozen):
+        book.contribute(0, (MicrobatchId(1),), 3)
+
+
+def test_the_world_itself_notices_a_state_that_no_commit_explains() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 1)
+        life = swarm.peers[PeerId("p00")]
+        life.peer.seat.lineage = replace(life.peer.seat.lineage, chain=Digest("0" * 64))
+        with pytest.raises(Violation, match="nobody ever committed"):
+            swarm.check()
+
+    play((1, 1), then=then)
+
+
+def test_contacts_of_an_earlier_life_are_refused() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        old = swarm.peers[PeerId("p00")].node.contact
+        swarm.kill_peer(PeerId("p00"))
+        swarm.start_peer("p00", 0)
+        assert isinstance(old, Contact)
+        assert swarm.peers[PeerId("p00")].node.contact != old
+        await train(swarm)
+
+    play((1, 1), then=then)
