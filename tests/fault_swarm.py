@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import signal
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ from rich.console import Console
 from peers.local.children import Child, Children
 from peers.local.launcher import LocalSwarm
 from peers.local.options import LocalOptions
+from peers.local.tail import JournalTail
 from swarm.config import load
 from swarm.errors import RunFailed
 from swarm.telemetry.journal import Event, read_events
@@ -73,8 +76,11 @@ class FaultSwarm(LocalSwarm):
     def __init__(self, options: LocalOptions, children: Children, faults: Mapping[str, Sequence[Fault]]) -> None:
         super().__init__(options, children)
         self.faults = {name: list(found) for name, found in faults.items()}
+        self.extra: dict[str, list[str]] = {}
+        """Further options of a process, by its name."""
 
     def spawn(self, name: str, arguments: list[str]) -> Child:
+        arguments = [*arguments, *self.extra.get(name, ())]
         faults = self.faults.pop(name, None)
         if faults is None:
             return super().spawn(name, arguments)
@@ -99,6 +105,44 @@ class FaultSwarm(LocalSwarm):
                 self._follow_trainer(screen)
                 self._follow_peers(screen)
                 await self._wait(self.children.by_name["trainer"])
+
+
+class Watcher:
+    """Waits for what the trainer writes in its journal; reads it apart from whoever else does."""
+
+    def __init__(self, swarm: FaultSwarm) -> None:
+        self._tail = JournalTail(swarm.children.logs / "trainer.jsonl")
+        self._trainer = swarm.children.by_name["trainer"]
+        self._unread: deque[Event] = deque()
+
+    async def wait_for(self, matches: Callable[[Event], bool], seconds: float = 60.0) -> Event:
+        """The next event that matches; those before it are skipped.  Raises TimeoutError."""
+        async with asyncio.timeout(seconds):
+            while True:
+                while self._unread:
+                    event = self._unread.popleft()
+                    if matches(event):
+                        return event
+                self._unread.extend(self._tail.poll())
+                if not self._unread:
+                    assert self._trainer.alive, "the trainer has ended"
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.05):
+                            await self._trainer.ended.wait()
+
+    async def step(self, at_least: int = 0, seconds: float = 60.0) -> int:
+        """Wait until a step is committed from now on, of this number or a later one."""
+        event = await self.wait_for(lambda e: e.kind == "step" and _number(e, "step") >= at_least, seconds)
+        return _number(event, "step")
+
+    def skip(self) -> None:
+        """Forget what was written until now."""
+        self._tail.poll()
+        self._unread.clear()
+
+
+def _number(event: Event, name: str) -> int:
+    return int(str(event.fields[name]))
 
 
 def quiet_screen() -> Screen:
@@ -136,15 +180,17 @@ def run_swarm(
     steps: int = 8,
     faults: Mapping[str, Sequence[Fault]] | None = None,
     meanwhile: Callable[[FaultSwarm], Awaitable[None]] | None = None,
+    extra: Mapping[str, Sequence[str]] | None = None,
     **values: object,
 ) -> Outcome:
-    """One swarm from start to verdict.  ``meanwhile`` runs beside the training."""
+    """One swarm from start to verdict.  ``meanwhile`` runs beside the training; ``extra`` are options by process."""
     path = run_file(folder, **values)
     logs = folder / "logs"
 
     async def main() -> Outcome:
         async with Children(logs) as children:
             swarm = FaultSwarm(options_for(path, logs, peers, steps), children, faults or {})
+            swarm.extra = {name: list(options) for name, options in (extra or {}).items()}
             await swarm.start()
             async with asyncio.TaskGroup() as tasks:
                 training = tasks.create_task(swarm.train_through(quiet_screen()))

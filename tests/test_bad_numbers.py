@@ -38,15 +38,18 @@ def check_finite(outcome: Outcome) -> None:
 
 
 def test_one_peer_at_a_time_computes_nan(tmp_path: Path) -> None:
-    """Activations three times; then the sums of gradients, in groups of three, of two, and of one."""
+    """Activations three times; then the sums of gradients, in groups of three, of two, and of one.
+
+    Late in the run, when all six peers have joined it.
+    """
     file = tmp_path / "fired"
     faults = {
-        "peer-1-0": [Fault(point="output is NaN", step=1, file=str(file)) for _ in range(3)],
-        "peer-1-1": [Fault(point="gradient is NaN", step=4, file=str(file))],
-        "peer-2-0": [Fault(point="gradient is NaN", step=6, file=str(file))],
-        "peer-0-0": [Fault(point="gradient is NaN", step=8, file=str(file))],
+        "peer-1-0": [Fault(point="output is NaN", step=40, file=str(file)) for _ in range(3)],
+        "peer-1-1": [Fault(point="gradient is NaN", step=50, file=str(file))],
+        "peer-2-0": [Fault(point="gradient is NaN", step=56, file=str(file))],
+        "peer-0-0": [Fault(point="gradient is NaN", step=62, file=str(file))],
     }
-    outcome = run_swarm(tmp_path, peers=(1, 3, 2), steps=12, faults=faults)
+    outcome = run_swarm(tmp_path, peers=(1, 3, 2), steps=70, faults=faults)
     assert sorted(fired(file)) == ["gradient is NaN"] * 3 + ["output is NaN"] * 3
     outcome.check()
     check_finite(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ LOSS_TOLERANCE = 1e-4
 FLOOR = 2e-5
 """What the order of additions alone makes of these runs: 3e-7 to 4e-6 were measured."""
 
-RUNS: dict[str, tuple[tuple[int, ...], dict[str, object]]] = {
+RUNS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "adamw": ((2, 2, 2), {"optimizer": ADAMW}),
     "sgd": ((2, 2, 2), {"optimizer": SGD}),
     "one peer per stage": ((1, 1, 1), {"optimizer": SGD}),

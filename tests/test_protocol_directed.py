@@ -60,6 +60,18 @@ async def train(swarm: SimulatedSwarm, steps: int = STEPS) -> None:
     swarm.check_finished(steps)
 
 
+async def until(swarm: SimulatedSwarm, condition: Callable[[], bool]) -> None:
+    """Wait for the first call after which the condition holds."""
+    holds = asyncio.Event()
+
+    def look(call: Call, answer: object) -> None:
+        if condition():
+            holds.set()
+
+    swarm.network.after_call.append(look)
+    await holds.wait()
+
+
 def play(
     peers: tuple[int, ...],
     decide: Callable[[Call], Fate | None] = lambda call: None,
@@ -194,8 +206,7 @@ def test_a_newcomer_one_behind_catches_up_by_the_reduced_gradient() -> None:
 def test_both_peers_of_a_stage_die_before_any_commit() -> None:
     async def then(swarm: SimulatedSwarm) -> None:
         training = asyncio.create_task(swarm.make_trainer().run(STEPS))
-        while not swarm.network.calls.get("backward"):
-            await asyncio.sleep(0.1)
+        await until(swarm, lambda: bool(swarm.network.calls.get("backward")))
         assert not swarm.log.commits
         for name in ("p10", "p11"):
             swarm.kill_peer(PeerId(name))
@@ -230,8 +241,7 @@ def test_both_peers_of_a_stage_die_after_a_commit() -> None:
 def test_both_peers_of_a_stage_die_while_the_trainer_lives() -> None:
     async def then(swarm: SimulatedSwarm) -> None:
         training = asyncio.create_task(swarm.make_trainer(state_timeout_seconds=60.0).run(50))
-        while len(swarm.log.commits) < 2:
-            await asyncio.sleep(0.1)  # virtual
+        await until(swarm, lambda: len(swarm.log.commits) == 2)
         swarm.kill_peer(PeerId("p10"))
         swarm.kill_peer(PeerId("p11"))
         with pytest.raises(ExceptionGroup) as caught:
@@ -335,9 +345,13 @@ def test_the_trainer_dies_and_comes_back(moment: str, heard: bool, empty: bool) 
             if call.kind == moment and call.request.key.step == 1:
                 task.cancel()
 
-        (swarm.network.after_call if heard else swarm.network.before_call).append(
-            (lambda call, answer: kill(call)) if heard else kill  # type: ignore[arg-type]
-        )
+        def kill_after(call: Call, answer: object) -> None:
+            kill(call)
+
+        if heard:
+            swarm.network.after_call.append(kill_after)
+        else:
+            swarm.network.before_call.append(kill)
         with pytest.raises(asyncio.CancelledError):
             await task
         swarm.network.before_call[1:] = []

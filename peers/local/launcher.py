@@ -250,6 +250,8 @@ class LocalSwarm:
 
 def _ended_badly(child: Child) -> RunFailed:
     words = child.last_words().removeprefix("swarm: ")
+    if child.exit_code is not None and child.exit_code < 0:
+        words = f"ended by {signal.Signals(-child.exit_code).name}"
     error = RunFailed(f"{child.name}: {words or f'ended with {child.exit_code}'}")
     if child.exit_code in set(ExitCode):
         error.exit_code = ExitCode(child.exit_code)

@@ -42,7 +42,7 @@ class Health:
         return seconds
 
     def diverged(self, now: float) -> float:
-        """Its numbers were not its group's.  Once, fetching state may mend it; then it is left alone.  Returns seconds."""
+        """Its numbers were not its group's.  Once, a new state may mend it; then it is left alone.  Returns seconds."""
         self.divergences += 1
         if self.divergences == 1:
             return 0.0

@@ -142,7 +142,7 @@ class Roster:
         member.health.succeeded()
 
     def distrust(self, member: Member, reason: str) -> None:
-        """The peer differs from its group: no work until it has fetched state, and none for long if it does so again."""
+        """The peer differs from its group: no work until it has fetched state; none for long if that does not help."""
         if member.distrusted:
             return
         self._journal.record("peer_diverged", peer=member.peer, stage=member.stage, reason=reason)

@@ -52,7 +52,7 @@ class SimulatedExecutor:
                 return
             try:
                 result = job()
-            except BaseException as error:
+            except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the job
                 if not future.cancelled():
                     future.set_exception(error)
             else:
