@@ -12,6 +12,7 @@ from pathlib import Path
 
 from peers import life
 from peers.clock import MonotonicClock
+from peers.peer import check_protocol
 from peers.steps import steps_of
 from peers.views import view_of
 from swarm.config import RunConfig, load
@@ -110,6 +111,7 @@ class TrainProgram:
         try:
             directory = HivemindDirectory(node)
             await refuse_other_config(directory, config)
+            await refuse_other_protocol(directory, config)
             trainer = Trainer(
                 config=config,
                 trainer=node.peer_id,
@@ -210,6 +212,12 @@ async def refuse_other_config(directory: Directory, config: RunConfig) -> None:
                 f"run '{config.run.name}' is served by {len(peers)} peers with another config "
                 f"({other.hash[:12]}, this one is {config.hash[:12]}): {difference(other, config)}; choose another name"
             )
+
+
+async def refuse_other_protocol(directory: Directory, config: RunConfig) -> None:
+    """Raise CannotJoin if the run's peers speak another protocol version only."""
+    peers = [p for stage in range(config.model.stage_count) for p in await directory.peers(config.hash, stage)]
+    check_protocol(config, peers)
 
 
 def difference(theirs: RunConfig, ours: RunConfig) -> str:

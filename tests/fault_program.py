@@ -11,6 +11,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -87,11 +88,9 @@ class Faults:
         if fault is not None and fault.action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif fault is not None and fault.action == "stop":
-            # A child wakes us: nothing in this process runs while it is stopped.
-            if os.fork() == 0:
-                time.sleep(fault.seconds)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
+            # Another program wakes us: nothing in this process runs while it is stopped, and a mere fork of it may
+            # die in gRPC's fork handlers.
+            subprocess.Popen(["/bin/sh", "-c", f"sleep {fault.seconds}; kill -CONT {os.getpid()}"])
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def constant(self, point: str, step: int = 0) -> Fault | None:

@@ -19,8 +19,9 @@ from swarm.sim.swarm import MemoryLog, SimulatedSwarm
 
 FAULTS_END_SECONDS = 40.0
 """Virtual time after which nothing fails any more."""
-BOUND_SECONDS = FAULTS_END_SECONDS + 400.0
-"""Virtual time by which a run must be complete: the longest ban (300 s) and some calls with all patience."""
+BOUND_SECONDS = FAULTS_END_SECONDS + 1200.0
+"""Virtual time by which a run must be complete: the longest ban (300 s), and calls made amid the faults that wait for
+as long as they may (up to 300 s each, times the patience)."""
 OPERATOR_RESTARTS = 3
 """Times that the last trainer is started again because a term higher than its own turned up."""
 

@@ -34,7 +34,7 @@ def test_a_silent_peer(tmp_path: Path) -> None:
     async def silence(swarm: FaultSwarm) -> None:
         watcher = Watcher(swarm)
         async with blackhole(outer, inner) as hole:
-            await watcher.step(at_least=6)
+            await watcher.step(at_least=3)
             await swarm.until(lambda: all(peer.peer for peer in swarm.peers))
             lost, stopped = (next(p for p in swarm.peers if p.child.name == n) for n in ("peer-1-0", "peer-2-0"))
             watcher.skip()
@@ -53,7 +53,7 @@ def test_a_silent_peer(tmp_path: Path) -> None:
     outcome = run_swarm(
         tmp_path,
         peers=(1, 2, 2),
-        steps=40,
+        steps=26,
         faults={"peer-1-0": slow, "peer-1-1": slow, "peer-2-0": slow, "peer-2-1": slow},
         extra={"peer-1-0": ["--listen", f"127.0.0.1:{inner}", "--announce", f"127.0.0.1:{outer}"]},
         meanwhile=silence,

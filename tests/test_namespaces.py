@@ -146,7 +146,7 @@ def test_the_trainer_dials_what_is_announced_not_what_is_listened_on(outcome: Ou
 def test_a_wildcard_is_never_announced(outcome: Outcome) -> None:
     """The address towards the swarm is, and a warning says how to give another.  (ipfs-cluster/ipfs-cluster#949)"""
     assert outcome.serving["wildcard"].fields["endpoint"] == f"{PEERS_HOST}:{OWN_PORT}"
-    (warning,) = [line for line in outcome.logs["wildcard"].splitlines() if " WARN " in line]
+    (warning,) = [line for line in outcome.logs["wildcard"].splitlines() if " WARN" in line]
     assert "--announce" in warning
     assert f"{PEERS_HOST}:{OWN_PORT}" in warning
     assert outcome.peer("wildcard") in _members(outcome, stage=1)
@@ -159,7 +159,7 @@ def test_nobody_waits_for_an_address_where_nothing_listens(outcome: Outcome) -> 
     nowhere = outcome.peer("nowhere")
     assert nowhere not in _members(outcome, stage=1)
     assert not [e for e in outcome.events if e.kind in ("peer_joined", "retried") and e.fields["peer"] == nowhere]
-    (warning,) = [line for line in outcome.logs["nowhere"].splitlines() if " WARN " in line]
+    (warning,) = [line for line in outcome.logs["nowhere"].splitlines() if " WARN" in line]
     assert f"{PEERS_HOST}:{UNUSED_PORT}" in warning
     assert _status_of(outcome, "nowhere")["reachable"] is False
     assert _status_of(outcome, "wildcard")["reachable"] is True

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 from swarm.storage.commit_log import FileCommitLog
+from tests.fault_program import Fault
 from tests.fault_swarm import FaultSwarm, Watcher, run_swarm
 
 pytestmark = pytest.mark.swarm
 
-STEPS = 120
+STEPS = 70
 
 
 def test_a_second_peer_joins_and_leaves(tmp_path: Path) -> None:
     async def visit(swarm: FaultSwarm) -> None:
         watcher = Watcher(swarm)
-        await watcher.step(at_least=20)
+        await watcher.step(at_least=4)
         guest = swarm.start_peer(1)
         await watcher.wait_for(lambda event: event.kind == "peer_joined" and event.fields.get("peer") == guest.peer)
         await watcher.step()
@@ -33,7 +34,9 @@ def test_a_second_peer_joins_and_leaves(tmp_path: Path) -> None:
         await watcher.step()
         await watcher.step()
 
-    outcome = run_swarm(tmp_path, peers=(1, 1, 1), steps=STEPS, meanwhile=visit)
+    # Steps of a third of a second, so that the guest is there for some of them.
+    slow = [Fault(point="compute is emulated", file=str(tmp_path / "fired"), seconds=0.012)]
+    outcome = run_swarm(tmp_path, peers=(1, 1, 1), steps=STEPS, faults={"peer-0-0": slow}, meanwhile=visit)
     outcome.check()  # parameters, and the losses of all steps: 1e-4 of the reference's
     commits = FileCommitLog(outcome.logs / "trainer" / "commits.jsonl").read()
     members = [len(commit.stages[1].members) for commit in commits]

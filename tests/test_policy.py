@@ -79,13 +79,14 @@ def test_a_timeout_slows_a_lane_down_for_routing_and_not_for_deadlines() -> None
     lane = Lane()
     lane.start_from(0.1)
     lane.sent(3.0)
-    lane.timed_out(3.0, 30.0)
+    lane.timed_out(3.0, 0.0, 30.0)
+    lane.timed_out(3.0, 1.0, 31.0)  # was under way together with the first
     assert lane.outstanding_units == 0.0
     assert lane.seconds_per_unit == pytest.approx(10.0)
     assert lane.answer_seconds == pytest.approx(0.1)
     assert lane.leniency == 2.0
-    for _ in range(5):
-        lane.timed_out(3.0, 1.0)
+    for index in range(5):
+        lane.timed_out(3.0, 40.0 + index, 41.0 + index)
     assert lane.leniency == 8.0
     lane.sent(3.0)
     lane.answered(3.0, 0.0, 0.6)
@@ -105,7 +106,7 @@ def test_a_lane_never_owes_less_than_nothing(events: list[tuple[str, float]]) ->
         elif kind == "answer":
             lane.answered(units + 0.1, now - 0.1, now)
         else:
-            lane.timed_out(units + 0.1, 1.0)
+            lane.timed_out(units + 0.1, now - 1.0, now)
         assert lane.outstanding_units >= 0.0
         assert 0.0 < lane.seconds_per_unit < math.inf
         assert 1.0 <= lane.leniency <= 8.0

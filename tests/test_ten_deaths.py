@@ -16,7 +16,7 @@ from tests.fault_swarm import FaultSwarm, Watcher, run_swarm
 pytestmark = pytest.mark.swarm
 
 DEATHS = 10
-AT_ONCE = 3
+AT_ONCE = 5
 
 
 def test_ten_peers_die_before_their_backward(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ class Lane:
     """Seconds per unit, from answers alone."""
     answers: int = 0
     timeouts: int = 0
-    """In a row."""
+    """In a row; calls that were under way together count once."""
+    last_timeout: float = float("-inf")
     outstanding_units: float = 0.0
     last_answer: float = float("-inf")
 
@@ -65,10 +66,13 @@ class Lane:
         self.timeouts = 0
         self.last_answer = now
 
-    def timed_out(self, units: float, waited_seconds: float) -> None:
+    def timed_out(self, units: float, sent_at: float, now: float) -> None:
         """No answer came: the peer is at least as slow as the wait says."""
         self.given_up(units)
-        self.timeouts += 1
+        waited_seconds = now - sent_at
+        if sent_at >= self.last_timeout:
+            self.timeouts += 1
+            self.last_timeout = now
         self._learn(max(self.seconds_per_unit, waited_seconds / units))
 
     def finish_seconds(self, units: float) -> float:

@@ -281,7 +281,7 @@ class Pipeline:
             lane.given_up(units)
             raise
         except TimedOut as error:
-            lane.timed_out(units, self._clock.now() - sent_at)
+            lane.timed_out(units, sent_at, self._clock.now())
             self._roster.failed(member, error)
             raise
         except Retryable as error:

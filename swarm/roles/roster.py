@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from swarm import PROTOCOL_VERSION
 from swarm.config import RunConfig
 from swarm.errors import Refused, Retryable, StaleTerm, Superseded, TimedOut
-from swarm.ids import PeerId
+from swarm.ids import PeerId, SessionId
 from swarm.messages import Contact, Greeting, PeerReport
 from swarm.policy.deadlines import Limits, Patience
 from swarm.policy.health import Health
@@ -77,6 +77,7 @@ class Roster:
         self._clock = clock
         self._journal = journal
         self._limits = limits
+        self._left_out: set[SessionId] = set()
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
 
@@ -193,6 +194,7 @@ class Roster:
         members = self.stages[stage]
         for record in records:
             if record.protocol != PROTOCOL_VERSION:
+                self._leave_out(record)
                 continue
             known = members.get(record.peer)
             contact = Contact(peer=record.peer, session=record.session, endpoint=record.endpoint)
@@ -218,6 +220,14 @@ class Roster:
         for peer in [p for p in members if p not in present and members[p].health.suspected]:
             self._journal.record("peer_lost", peer=peer, stage=stage)
             del members[peer]
+
+    def _leave_out(self, record: PeerRecord) -> None:
+        """Say once that a peer cannot take part."""
+        if record.session in self._left_out:
+            return
+        self._left_out.add(record.session)
+        reason = f"it speaks protocol version {record.protocol}, this program {PROTOCOL_VERSION}"
+        self._journal.record("other_version", peer=record.peer, stage=record.stage, reason=reason)
 
     def _greet_due(self, member: Member) -> bool:
         if member.health.suspected:

@@ -47,6 +47,8 @@ def _said(kind: str, fields: _Fields) -> str | None:
             return f"{fields.who()} is banned"
         case "peer_diverged":
             return f"{fields.who()} differs from its group"
+        case "other_version":
+            return f"{fields.who()} is left out"
         case "fenced":
             return f"{fields.who()} sits the step out"
         case "reduce_refused" | "apply_refused":
