@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import os
+import pickle
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -146,6 +149,10 @@ class FaultyService(Wrapper):
 
     async def fetch_state(self, request: StateRequest) -> Any:
         head, chunks = await self.inner.fetch_state(request)
+        fault = self.faults.at("state is a pickle", head.lineage.length)
+        if fault is not None:
+            data = pickle.dumps(Bomb(f"{fault.file}.marker"))
+            return replace(head, total_bytes=len(data), digest=hashlib.sha256(data).hexdigest()), _one(data)
 
         async def broken() -> AsyncIterator[Any]:
             async for chunk in chunks:
@@ -154,6 +161,20 @@ class FaultyService(Wrapper):
                 yield chunk[len(chunk) // 2 :]
 
         return head, broken()
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (self.marker, "w")
+
+
+async def _one(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 class FaultyAverager(Wrapper):
@@ -284,6 +305,9 @@ class FaultyTrainer(TrainProgram):
 def run(arguments: Sequence[str]) -> int:
     """Entry point in the nursery."""
     faults = Faults([Fault(**raw) for raw in json.loads(arguments[0])])
+    watch = faults.constant("something is unpickled")
+    if watch is not None:
+        sys.addaudithook(lambda event, _: note(watch, 0) if event == "pickle.find_class" else None)
 
     def main() -> ExitCode:
         options: argparse.Namespace = parser().parse_args(arguments[1:])

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from peers.local.children import Child, Children
-from peers.local.launcher import LocalSwarm
+from peers.local.launcher import LocalPeer, LocalSwarm
 from peers.local.options import LocalOptions
 from peers.local.tail import JournalTail
 from swarm.config import load
@@ -111,6 +111,7 @@ class Watcher:
     """Waits for what the trainer writes in its journal; reads it apart from whoever else does."""
 
     def __init__(self, swarm: FaultSwarm) -> None:
+        self._swarm = swarm
         self._tail = JournalTail(swarm.children.logs / "trainer.jsonl")
         self._trainer = swarm.children.by_name["trainer"]
         self._unread: deque[Event] = deque()
@@ -134,6 +135,12 @@ class Watcher:
         """Wait until a step is committed from now on, of this number or a later one."""
         event = await self.wait_for(lambda e: e.kind == "step" and _number(e, "step") >= at_least, seconds)
         return _number(event, "step")
+
+    async def joined(self, peer: LocalPeer) -> None:
+        """Wait until the trainer has taken in a peer that was started since the last wait."""
+        while peer.peer is None:  # whoever follows the swarm reads it from the peer's journal
+            await self._swarm._wait(self._trainer)
+        await self.wait_for(lambda event: event.kind == "peer_joined" and event.fields.get("peer") == peer.peer)
 
     def skip(self) -> None:
         """Forget what was written until now."""

@@ -24,7 +24,7 @@ def test_a_second_peer_joins_and_leaves(tmp_path: Path) -> None:
         watcher = Watcher(swarm)
         await watcher.step(at_least=4)
         guest = swarm.start_peer(1)
-        await watcher.wait_for(lambda event: event.kind == "peer_joined" and event.fields.get("peer") == guest.peer)
+        await watcher.joined(guest)
         await watcher.step()
         await watcher.step()
         await watcher.step()

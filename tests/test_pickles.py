@@ -9,12 +9,9 @@ import asyncio
 import hashlib
 import io
 import json
-import os
 import pickle
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,33 +27,17 @@ from swarm.dht import payload
 from swarm.dht.directory import HivemindDirectory
 from swarm.dht.node import start_node
 from swarm.dht.payload import peers_key
-from swarm.errors import BadReply, BadRequest, SwarmError
-from swarm.ids import PeerId, RunHash
-from swarm.messages import Contact, StateRequest
-from swarm.policy.deadlines import LAN
-from swarm.records import CommitRecord, Lineage, PeerRecord, PeerState
-from swarm.roles.catchup import CatchUp
-from swarm.roles.seat import Seat
-from swarm.rpc.client import GrpcStageCalls
-from swarm.stage.executor import ThreadExecutor
+from swarm.errors import BadReply, BadRequest
+from swarm.ids import RunHash
+from swarm.messages import StateRequest
+from swarm.records import CommitRecord
 from swarm.stage.module import TorchStage
+from swarm.telemetry.journal import read_events
 from swarm.tensors import TensorData, TensorSpec
 from swarm.wire import control, failures, frames, heads
-from peers.clock import MonotonicClock
-from swarm.telemetry.journal import EventJournal
-from tests.fault_program import Fault
+from tests.fault_program import Bomb, Fault
 from tests.fault_swarm import FaultSwarm, Watcher, fired, run_swarm
-from tests.stage_double import KEY, PEER, RUN, SESSION, EchoStage, forward_request, served, tensor
-
-
-class Bomb:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
-        return open, (str(self.marker), "w")
+from tests.stage_double import RUN, EchoStage, forward_request, served, tensor
 
 
 @pytest.fixture
@@ -69,10 +50,10 @@ def marker(tmp_path: Path) -> Iterator[Path]:
 def bombs(marker: Path) -> dict[str, bytes]:
     """The same in the forms in which data of this field is passed around."""
     saved, array = io.BytesIO(), io.BytesIO()
-    torch.save({"weight": Bomb(marker)}, saved)
-    np.save(array, np.array([Bomb(marker)], dtype=object), allow_pickle=True)
+    torch.save({"weight": Bomb(str(marker))}, saved)
+    np.save(array, np.array([Bomb(str(marker))], dtype=object), allow_pickle=True)
     return {
-        **{f"pickle {n}": pickle.dumps(Bomb(marker), protocol=n) for n in range(pickle.HIGHEST_PROTOCOL + 1)},
+        **{f"pickle {n}": pickle.dumps(Bomb(str(marker)), protocol=n) for n in range(pickle.HIGHEST_PROTOCOL + 1)},
         "torch": saved.getvalue(),
         "numpy": array.getvalue(),
     }
@@ -119,7 +100,6 @@ def test_no_decoder_runs_it(marker: Path, tmp_path: Path) -> None:
             part = averaging_pb2.AveragingData(
                 code=averaging_pb2.AVERAGED_PART,
                 weight=1,
-                metadata=data,
                 tensor_part=runtime_pb2.Tensor(buffer=data, dtype="float32", size=[8]),
             )
             part.tensor_part.dtype = "object" if dtype == text else dtype
@@ -173,16 +153,6 @@ def test_in_the_dht_it_is_not_believed(marker: Path) -> None:
     asyncio.run(main())
 
 
-class OneDonor:
-    """A directory in which there is a single donor."""
-
-    def __init__(self, record: PeerRecord) -> None:
-        self.record = record
-
-    async def peers(self, run: RunHash, stage: int) -> list[PeerRecord]:
-        return [self.record]
-
-
 @pytest.mark.fast
 def test_as_a_donors_state_it_is_refused_by_name(marker: Path) -> None:
     config = load(Path("examples/tiny.toml"))
@@ -214,21 +184,25 @@ def test_the_programs_never_unpickle(tmp_path: Path) -> None:
     """
     file, donor_file = tmp_path / "unpickled", tmp_path / "fired"
     watch = Fault(point="something is unpickled", file=str(file))
-    bomb = Fault(point="state is a pickle", file=str(donor_file))
-    slow = Fault(point="compute is emulated", file=str(donor_file), seconds=0.012)
+    bomb = Fault(point="state is a pickle", file=str(donor_file), shared=True)
+    slow = Fault(point="compute is emulated", file=str(donor_file), seconds=0.02)
     marker = Path(f"{donor_file}.marker")
     names = ("peer-0-0", "peer-0-1", "peer-0-2", "peer-1-0", "trainer")
     faults = {name: [watch] for name in names}
     faults["peer-0-0"] += [slow, bomb]
-    faults["peer-0-1"] += [slow]
+    faults["peer-0-1"] += [slow, bomb]
 
     async def join(swarm: FaultSwarm) -> None:
         watcher = Watcher(swarm)
         await watcher.step(at_least=2)
         guest = swarm.start_peer(0)
-        await watcher.wait_for(lambda event: event.kind == "peer_joined" and event.fields.get("peer") == guest.peer)
+        await watcher.joined(guest)
 
     outcome = run_swarm(tmp_path, peers=(2, 1), stages=2, steps=50, faults=faults, meanwhile=join)
     outcome.check()
+    assert fired(donor_file) == ["state is a pickle"]
+    refused = [e for e in read_events(outcome.logs / "peer-0-2.jsonl") if e.kind == "donor_failed"]
+    assert len(refused) == 1
+    assert "does not fit" in str(refused[0].fields["reason"])
     assert not marker.exists()
     assert fired(file) == []

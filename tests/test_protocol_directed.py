@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from protocol_driver import run_config, superseded
 
 from swarm.errors import BadRequest, Frozen, StateLost
 from swarm.ids import Digest, MicrobatchId, PeerId
@@ -19,6 +18,7 @@ from swarm.sim.network import Call, Fate
 from swarm.sim.numeric import Poison
 from swarm.sim.swarm import MemoryLog, SimulatedSwarm
 from swarm.sim.truth import Violation
+from tests.protocol_driver import run_config, superseded
 
 pytestmark = pytest.mark.fast
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from protocol_driver import FAULTY, RESTARTS, Schedule, run_schedule
+
+from tests.protocol_driver import FAULTY, RESTARTS, Schedule, run_schedule
 
 pytestmark = pytest.mark.fast
 

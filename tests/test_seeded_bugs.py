@@ -13,10 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from protocol_driver import Schedule, run_schedule
 
 from swarm.errors import Frozen, Voided
-from swarm.ids import MicrobatchId, PeerId
+from swarm.ids import Digest, MicrobatchId, PeerId
 from swarm.messages import (
     ApplyRequest,
     DropRequest,
@@ -31,6 +30,7 @@ from swarm.policy.closing import ClosePlan, plan_close
 from swarm.ports import Gradient
 from swarm.records import CommitRecord, Lineage, Term
 from swarm.roles import closing
+from swarm.roles.closing import StageClose, StageResult
 from swarm.roles.committing import Committing
 from swarm.roles.ledger import Ledger
 from swarm.roles.pipeline import Pipeline
@@ -39,9 +39,11 @@ from swarm.roles.seat import KEPT_COMMITS, Seat
 from swarm.roles.serving import Serving
 from swarm.roles.stepbook import StepBook
 from swarm.roles.takeover import Takeover
+from swarm.roles.trainer import Trainer
 from swarm.sim import averager
 from swarm.sim.averager import Meeting, SimulatedAverager
 from swarm.sim.numeric import ZERO, add, mean
+from tests.protocol_driver import Schedule, run_schedule
 
 pytestmark = pytest.mark.fast
 
@@ -235,6 +237,16 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 
 # --- the trainer -----------------------------------------------------------------------
+
+
+@bug("a step is committed before all stages have reduced", **SHORT)
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def close(self: Trainer, ledger: Ledger, closes: list[StageClose]) -> list[StageResult]:
+        first = await closes[0].run()
+        unknown = replace(first, commit=replace(first.commit, digest=Digest("0" * 64)), donors=())
+        return [first] + [unknown] * (len(closes) - 1)
+
+    patch.setattr(Trainer, "_close", close)
 
 
 @bug("an excluded microbatch stays expected")

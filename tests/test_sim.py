@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from protocol_driver import run_config
 
 from swarm.errors import BadRequest, PeerFailed, ReduceFailed, SwarmError, TimedOut, Unreachable, WrongRun
 from swarm.ids import MicrobatchId, PeerId, SessionId
@@ -21,6 +20,7 @@ from swarm.sim.network import Call, Fate, Network, Node
 from swarm.sim.numeric import PRIME, ZERO, Broken, NumericBatches, NumericStage, pack, train_step, unpack
 from swarm.sim.swarm import SimulatedSwarm
 from swarm.tensors import Buffer
+from tests.protocol_driver import run_config
 
 pytestmark = pytest.mark.fast
 
