@@ -253,6 +253,38 @@ def test_both_peers_of_a_stage_die_while_the_trainer_lives() -> None:
     play((2, 2), then=then)
 
 
+def test_the_lease_knows_of_commits_when_log_and_peers_are_gone() -> None:
+    """Nothing starts again from the seed in silence, even if the trainer lost its own folder as well."""
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 2)
+        for name in ("p00", "p10"):
+            swarm.kill_peer(PeerId(name))
+        swarm.start_peer("new0", 0)
+        swarm.start_peer("new1", 1)
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.timeout(100.0):
+                await swarm.make_trainer(log=MemoryLog(), state_timeout_seconds=20.0).run(4)
+        lost = caught.value.exceptions[0]
+        assert isinstance(lost, StateLost)
+        assert "step 1" in str(lost)
+
+    play((1, 1), then=then)
+
+
+def test_a_log_of_another_history_is_not_continued() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 2)
+        *before, last = swarm.log.commits
+        other = MemoryLog([*before, replace(last, losses=tuple(loss + 1 for loss in last.losses))])
+        with pytest.raises(ExceptionGroup) as caught:
+            async with asyncio.timeout(100.0):
+                await swarm.make_trainer(log=other, state_timeout_seconds=20.0).run(4)
+        assert isinstance(caught.value.exceptions[0], StateLost)
+
+    play((1, 1), then=then)
+
+
 def test_who_missed_the_apply_applies_late() -> None:
     swarm = play((2, 1), once(lambda c: c.kind == "apply" and c.to.peer == "p00", Fate(lose_request=True)))
     assert "fetch_state" not in swarm.network.calls

@@ -19,6 +19,8 @@ from swarm.records import Lineage, PeerRecord, PeerState, Term
 
 POLL_SECONDS = 1.0
 """Between two readings of the directory while the run goes on."""
+JOINING_SECONDS = 0.2
+"""Between two greetings of a peer that fetches state."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -167,6 +169,27 @@ class Roster:
 
     async def watch(self) -> None:
         """Read the directory and greet, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch_directory(), name="read the directory")
+            tasks.create_task(self._watch_joining(), name="take newcomers in")
+
+    async def _watch_joining(self) -> None:
+        """Greet whoever fetches state until it has it: seen by the directory only, it would be behind again by then."""
+        while True:
+            await self._clock.sleep(JOINING_SECONDS)
+            if self.empty_stages():
+                continue  # nothing moves on meanwhile
+            joining = [
+                m
+                for members in self.stages
+                for m in members.values()
+                if m.state is PeerState.JOINING and m.greeted is not None and not m.health.suspected
+            ]
+            await asyncio.gather(*(self.greet(m) for m in joining))
+            if any(m.state is PeerState.READY for m in joining):
+                self.notify()
+
+    async def _watch_directory(self) -> None:
         while True:
             self._wake.clear()
             await self.refresh()

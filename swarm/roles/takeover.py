@@ -35,11 +35,11 @@ class Lease:
         self._clock = clock
         self._counter = 0
 
-    async def last_term(self) -> int:
-        """The greatest term number known from the lease.  Raises Superseded if another trainer renews it."""
+    async def predecessor(self) -> LeadRecord | None:
+        """The lease of whoever led last, if it is still there.  Raises Superseded if another trainer renews it."""
         seen = await self._directory.lead(self._run)
         if seen is None:
-            return 0
+            return None
         if seen.trainer != self._trainer:
             deadline = self._clock.now() + LEASE_WATCH_SECONDS
             while self._clock.now() < deadline:
@@ -50,7 +50,7 @@ class Lease:
                         f"trainer {now.trainer} leads run '{self._config.run.name}' (term {now.term.number}); stop it "
                         "first, or start this one under another run name"
                     )
-        return seen.term.number
+        return seen
 
     async def renew(self, term: Term, lineage: Lineage) -> None:
         """Publish the lease once."""
@@ -80,24 +80,30 @@ class Takeover:
         clock: Clock,
         journal: Journal,
         state_timeout_seconds: float,
+        predecessor: LeadRecord | None,
     ) -> None:
+        logged = log.read()
         self._config = config
         self._trainer = trainer
         self._roster = roster
-        self._log = log
+        self._logged = logged
+        self._last_term = max(
+            [c.term.number for c in logged] + ([predecessor.term.number] if predecessor else []) + [0]
+        )
+        self._committed = max(logged[-1].step + 1 if logged else 0, predecessor.lineage.length if predecessor else 0)
+        """Steps that are known to be committed, whatever the peers that are found say."""
         self._clock = clock
         self._journal = journal
         self._state_timeout_seconds = state_timeout_seconds
 
-    async def raise_term(self, last_known: int) -> tuple[Term, list[PeerReport]]:
+    async def raise_term(self) -> tuple[Term, list[PeerReport]]:
         """A term that every reachable peer follows, and what they hold, once each stage has an answer.
 
         The first one that nobody refuses may be one that peers follow already, on the word of an earlier life of this
         trainer: so the next one is taken.  Whoever missed the first greeting also hears the second.
         Raises StateLost if a stage has no peer for the state time-out although steps were committed.
         """
-        committed = len(self._log.read())
-        number = last_known + 1
+        number = self._last_term + 1
         raised = False
         told: set[int] = set()
         began = self._clock.now()
@@ -120,10 +126,10 @@ class Takeover:
                 for stage in sorted(missing - told):
                     self._journal.record("stage_empty", stage=stage)
                 told |= missing
-            if committed and waited > self._state_timeout_seconds:
+            if self._committed and waited > self._state_timeout_seconds:
                 raise StateLost(
                     f"stage {min(missing)} has had no peer for {waited:.0f} s: the state after "
-                    f"step {committed - 1} of run '{self._config.run.name}' is held by nobody that can be reached"
+                    f"step {self._committed - 1} of run '{self._config.run.name}' is held by nobody that can be reached"
                 )
             await self._clock.sleep(POLL_SECONDS)
 
@@ -138,20 +144,20 @@ class Takeover:
         If any peer has applied a step, that commit is completed at the others.  Raises StateLost if a committed
         state is not brought together again within the state time-out.
         """
-        logged = self._log.read()
         deadline = self._clock.now() + self._state_timeout_seconds
         while True:
             best = max((report.lineage for report in reports), key=lambda lineage: lineage.rank())
-            history = self._history(best, logged, reports)
-            if history and best.length >= len(logged):
+            history = self._history(best, reports)
+            current = best.length >= self._committed and not self._contradicts(best)
+            if history and current:
                 await self._complete(lead, best, history[-1])
             self._roster.lineage = best
             await self._greet_all()
             empty = self._roster.empty_stages()
-            if not empty and best.length >= len(logged):
+            if not empty and current:
                 return best, history
-            if self._clock.now() > deadline:
-                step = max(best.length, len(logged))
+            step = max(best.length, self._committed)
+            if step and self._clock.now() > deadline:
                 stage = empty[0] if empty else min(r.stage for r in reports)
                 raise StateLost(
                     f"stage {stage}: no peer holds the state after step {step - 1} of run '{self._config.run.name}' "
@@ -173,9 +179,16 @@ class Takeover:
         ]
         await lead.commit(last, parent, donors)
 
-    def _history(self, best: Lineage, logged: list[CommitRecord], reports: list[PeerReport]) -> list[CommitRecord]:
+    def _contradicts(self, best: Lineage) -> bool:
+        """These parameters are as old as the log, and made by other commits than it knows of."""
+        if not self._logged or self._logged[-1].step + 1 != best.length:
+            return False
+        last = self._logged[-1]
+        return Lineage(generation=best.generation, length=last.step, chain=last.parent).after(last) != best
+
+    def _history(self, best: Lineage, reports: list[PeerReport]) -> list[CommitRecord]:
         """Commits in order of step: the log's, and after them what peers still know."""
-        known = {commit.step: commit for commit in logged}
+        known = {commit.step: commit for commit in self._logged}
         for report in reports:
             if report.lineage == best:
                 known.update({commit.step: commit for commit in report.commits})

@@ -13,7 +13,7 @@ from swarm.messages import StateMark
 from swarm.policy.deadlines import LAN, Limits
 from swarm.policy.sizes import stage_parameters
 from swarm.ports import Batches, Clock, CommitLog, Directory, Journal, StageCalls
-from swarm.records import CommitRecord, Lineage, Term
+from swarm.records import CommitRecord, LeadRecord, Lineage, Term
 from swarm.roles.closing import StageClose, StageResult
 from swarm.roles.fences import Fences
 from swarm.roles.lead import Lead
@@ -90,10 +90,10 @@ class Trainer:
             clock=self._clock,
         )
         await self._directory.publish_run(self._config)
-        last_term = await lease.last_term()
+        predecessor = await lease.predecessor()
         async with asyncio.TaskGroup() as tasks:
             publishing = tasks.create_task(self._renew_run(), name="renew the run's config")
-            lead, term = await self._take_over(last_term)
+            lead, term = await self._take_over(predecessor)
             background = [
                 publishing,
                 tasks.create_task(self.roster.watch(), name="watch the directory"),
@@ -106,6 +106,7 @@ class Trainer:
             while self.roster.empty_stages():  # a stage may hold the last commit's gradient and not have applied it
                 await self.roster.changed(1.0)
             self.progress.marks = await lead.final_marks()
+            await lease.renew(term, self._lineage())  # the last commit is known even to who comes after us
             for task in background:
                 task.cancel()
 
@@ -114,7 +115,7 @@ class Trainer:
             raise AssertionError("not the lead yet")
         return self.progress.lineage
 
-    async def _take_over(self, last_term: int) -> tuple[Lead, Term]:
+    async def _take_over(self, predecessor: LeadRecord | None) -> tuple[Lead, Term]:
         takeover = Takeover(
             config=self._config,
             trainer=self._trainer,
@@ -123,9 +124,9 @@ class Trainer:
             clock=self._clock,
             journal=self._journal,
             state_timeout_seconds=self._state_timeout_seconds,
+            predecessor=predecessor,
         )
-        logged = self._log.read()
-        term, reports = await takeover.raise_term(max([last_term, *(c.term.number for c in logged)]))
+        term, reports = await takeover.raise_term()
         lead = Lead(
             config=self._config,
             term=term,
@@ -135,8 +136,10 @@ class Trainer:
             limits=self._limits,
         )
         lineage, history = await takeover.settle(lead, reports)
-        for commit in history[len(logged) :]:
-            self._log.append(commit)
+        known = {commit.step for commit in self._log.read()}
+        for commit in history:
+            if commit.step not in known:
+                self._log.append(commit)
         self.progress.lineage, self.progress.commits = lineage, history
         self._journal.record("leads", term=term.number, version=lineage.length)
         return lead, term
