@@ -31,7 +31,7 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 demo: setup ## a swarm of six peers on this machine, with deaths and joins, checked against one process
-	$(BIN)/swarm local examples/demo.toml --peers 2,2,2 --kill-every 25 --start-every 30 --verify --report runs/demo/report.json
+	$(BIN)/swarm local examples/demo.toml --peers 2,2,2 --kill-every 12 --start-every 14 --verify --report runs/demo/report.json
 
 test: setup ## all tests
 	$(BIN)/python -m pytest
