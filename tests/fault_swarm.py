@@ -156,11 +156,11 @@ def quiet_screen() -> Screen:
     return Screen(None, plain=True, console=Console(file=io.StringIO()))
 
 
-def run_file(folder: Path, *, text: str = TINY, **values: object) -> Path:
-    """A small run's TOML."""
+def run_file(folder: Path, **values: object) -> Path:
+    """A small run's TOML; ``text`` is another template than TINY."""
     defaults: dict[str, object] = {"name": "tiny", "stages": 3, "microbatches": 8, "dropout": 0.0, "optimizer": ADAMW}
     path = folder / "run.toml"
-    path.write_text(text.format(**{**defaults, **values}))
+    path.write_text(str(values.pop("text", TINY)).format(**{**defaults, **values}))
     return path
 
 
@@ -188,11 +188,10 @@ def run_swarm(
     faults: Mapping[str, Sequence[Fault]] | None = None,
     meanwhile: Callable[[FaultSwarm], Awaitable[None]] | None = None,
     extra: Mapping[str, Sequence[str]] | None = None,
-    text: str = TINY,
     **values: object,
 ) -> Outcome:
     """One swarm from start to verdict.  ``meanwhile`` runs beside the training; ``extra`` are options by process."""
-    path = run_file(folder, text=text, **values)
+    path = run_file(folder, **values)
     logs = folder / "logs"
 
     async def main() -> Outcome:

@@ -14,5 +14,5 @@ def run(arguments: Sequence[str]) -> int:
     """In a process of its own: all modules that know the version are told another one."""
     for module in list(sys.modules.values()):
         if hasattr(module, "PROTOCOL_VERSION"):
-            module.PROTOCOL_VERSION = VERSION
+            module.PROTOCOL_VERSION = VERSION  # type: ignore[attr-defined]
     return cli.run(arguments)

@@ -1,6 +1,6 @@
 """Connections that are idle for long still work, and nobody hangs up (grpc/grpc#32095, llm-d/llm-d-kv-cache#359).
 
-The only peer of the last stage dies in the first step; the trainer waits, connected to the others, until a new one comes.
+The only peer of the last stage dies in the first step; the trainer waits, connected to the others, for a new one.
 """
 
 from __future__ import annotations
