@@ -21,7 +21,7 @@ from swarm.errors import BadRequest, CannotJoin, ExitCode, UsageError
 from swarm.ids import new_session, short
 from swarm.messages import Contact
 from swarm.policy.placement import choose_stage
-from swarm.policy.sizes import stage_memory_bytes, stage_parameters
+from swarm.policy.sizes import largest_tensor_bytes, stage_memory_bytes, stage_parameters
 from swarm.ports import Averager, Clock, Directory, Executor, StageCalls, StageModule, StageService
 from swarm.records import PeerRecord
 from swarm.telemetry.journal import Event, EventJournal
@@ -258,7 +258,7 @@ def check_protocol(config: RunConfig, records: list[PeerRecord]) -> None:
 
 def spec_check(config: RunConfig) -> Callable[[str, Mapping[str, TensorSpec]], None]:
     """Bounds by the config, before any tensor's bytes are accepted."""
-    largest = 8 * config.step.microbatch_size * config.model.sequence_length * max(config.model.width, 1)
+    largest = largest_tensor_bytes(config)
 
     def check(kind: str, specs: Mapping[str, TensorSpec]) -> None:
         for name, spec in specs.items():

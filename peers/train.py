@@ -8,6 +8,7 @@ import json
 import os
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from peers import life
@@ -19,6 +20,7 @@ from swarm.config import RunConfig, load
 from swarm.dht.addresses import parse_join
 from swarm.errors import ExitCode, UsageError
 from swarm.ids import new_session
+from swarm.policy.sizes import boundary_spec, largest_tensor_bytes
 from swarm.ports import Directory, StageCalls
 from swarm.records import CommitRecord
 from swarm.roles.trainer import Trainer
@@ -107,7 +109,7 @@ class TrainProgram:
         folder = TrainerFolder(options.state_dir, config)
         log = FileCommitLog(folder.commits)
         node = await start_node(identity_path=folder.identity, join=options.join, socket_root=options.socket_root)
-        calls = GrpcStageCalls(check_finite=True)
+        calls = GrpcStageCalls(check_finite=True, max_tensor_bytes=largest_tensor_bytes(config))
         try:
             directory = HivemindDirectory(node)
             await refuse_other_config(directory, config)
@@ -123,6 +125,7 @@ class TrainProgram:
                 clock=self._clock,
                 journal=self.journal,
                 state_timeout_seconds=options.state_timeout_seconds,
+                boundary=partial(boundary_spec, config.model),
                 on_step=self._stepped,
             )
             with Screen(options.steps) as screen:

@@ -13,7 +13,6 @@ SwarmError
     Draining             the peer is leaving
     Stale                the peer is at another version or lineage
     WrongRun             the peer serves another run, stage or protocol version
-    StaleTerm            the peer follows a higher term
     Frozen               the step is closed for this attempt
     Voided               a higher try of this microbatch exists
     NeedsInput           the graph is gone: send the stage's input again
@@ -23,7 +22,7 @@ SwarmError
     CannotJoin           3  no DHT, no run, identity in use, port taken
     StateLost            4  a committed state is held by nobody any more
     RunFailed            1  the run, or its verification, failed
-    Superseded           1  another trainer leads this run
+    Superseded           1  another trainer leads this run; peers answer a lower term with it
 """
 
 from __future__ import annotations
@@ -112,10 +111,6 @@ class WrongRun(Refused):
     """The peer serves another run, stage or protocol version."""
 
 
-class StaleTerm(Refused):
-    """The peer follows a higher term than the caller's."""
-
-
 class Frozen(Refused):
     """The step is closed for this attempt: nothing can be added to it."""
 
@@ -164,4 +159,13 @@ class RunFailed(Fatal):
 
 
 class Superseded(Fatal):
-    """Another trainer leads this run."""
+    """Another trainer leads this run.  ``followed`` is the number of the term that the peers follow, if one said so."""
+
+    def __init__(self, message: str, followed: int = 0) -> None:
+        super().__init__(message)
+        self.followed = followed
+
+
+Failure = Retryable | Refused | Superseded
+"""What a peer may answer instead of a result."""
+FAILURES = (Retryable, Refused, Superseded)

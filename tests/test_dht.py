@@ -405,6 +405,25 @@ def test_a_second_process_with_the_same_identity_is_refused_and_the_first_undist
     asyncio.run(scenario())
 
 
+def test_a_node_that_comes_back_is_no_second_one(tmp_path: Path) -> None:
+    """Else every record would be offered to it twice, and the second refusal be taken for the swarm's."""
+    path = tmp_path / "identity"
+
+    async def scenario() -> None:
+        async with nodes(2) as (a, b):
+            for _ in range(3):
+                back = await start_node(identity_path=path, join=a.addresses)
+                await HivemindDirectory(back).announce(peer_record(back.peer_id))
+                await HivemindDirectory(b).announce(peer_record(b.peer_id))
+                node_id = back.dht.node_id
+                await back.close()
+            assert node_id == DHTID.generate(source=str(back.peer_id))
+            known = a.dht.protocol.routing_table.uid_to_peer_id
+            assert [str(peer) for peer in known.values()].count(back.peer_id) <= 1
+
+    asyncio.run(scenario())
+
+
 def test_taken_port_and_foreign_address() -> None:
     async def scenario() -> None:
         async with nodes(1) as (a,):

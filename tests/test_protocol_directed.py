@@ -11,13 +11,15 @@ import pytest
 from swarm.errors import BadRequest, Frozen, StateLost
 from swarm.ids import Digest, MicrobatchId, PeerId
 from swarm.messages import BackwardRequest, Contact, MicrobatchCall, StepKey
+from swarm.ports import Draw
 from swarm.records import Lineage, PeerState, Term
 from swarm.roles.stepbook import StepBook
 from swarm.sim.loop import run
 from swarm.sim.network import Call, Fate
-from swarm.sim.numeric import Poison
+from swarm.sim.numeric import Poison, pack
 from swarm.sim.swarm import MemoryLog, SimulatedSwarm
 from swarm.sim.truth import Violation
+from swarm.tensors import TensorData
 from tests.protocol_driver import run_config, superseded
 
 pytestmark = pytest.mark.fast
@@ -526,5 +528,55 @@ def test_contacts_of_an_earlier_life_are_refused() -> None:
         assert isinstance(old, Contact)
         assert swarm.peers[PeerId("p00")].node.contact != old
         await train(swarm)
+
+    play((1, 1), then=then)
+
+
+# --- peers that break the protocol --------------------------------------------------------
+
+
+def test_a_reply_of_another_form_is_laid_at_its_senders_door() -> None:
+    """Or the next stage's innocent peers would refuse it, and be blamed."""
+
+    def prepare(swarm: SimulatedSwarm) -> None:
+        module = swarm.peers[PeerId("p00")].module
+        real = module.forward
+
+        def forward(draw: Draw, inputs: TensorData, *, keep_graph: bool) -> TensorData:
+            real(draw, inputs, keep_graph=keep_graph)
+            return pack([1, 2])
+
+        module.forward = forward  # type: ignore[method-assign]
+
+    swarm = play((2, 2), prepare=prepare)
+    suspected = {fields["peer"] for _, kind, fields in swarm.journal.events if kind == "peer_suspected"}
+    assert suspected == {"p00"}
+
+
+def test_an_update_that_breaks_half_way_is_not_made_twice() -> None:
+    def prepare(swarm: SimulatedSwarm) -> None:
+        module = swarm.peers[PeerId("p10")].module
+        real = module.apply
+
+        def apply(step: int, clip_factor: float) -> float:
+            module.apply = real  # type: ignore[method-assign]
+            module.parameters = (7, 7, 7)
+            raise MemoryError("in the middle of the update")
+
+        module.apply = apply  # type: ignore[method-assign]
+
+    swarm = play((2, 2), prepare=prepare)
+    fetched = [fields for _, kind, fields in swarm.journal.events if kind == "state_fetched"]
+    assert [fields["stage"] for fields in fetched] == [1]
+
+
+def test_a_term_cannot_use_up_all_that_come_after_it() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        seat = swarm.peers[PeerId("p00")].peer.seat
+        with pytest.raises(BadRequest):
+            seat.follow(Term(2**50, PeerId("stranger")))
+        seat.follow(Term(900_000, PeerId("stranger")))
+        await train(swarm)
+        assert seat.term.number > 900_000
 
     play((1, 1), then=then)

@@ -16,11 +16,13 @@ from swarm.errors import (
     BadReply,
     BadRequest,
     Busy,
+    Failure,
     NotFinite,
     PeerFailed,
     ReduceFailed,
     Refused,
     Retryable,
+    Superseded,
 )
 from swarm.ids import MicrobatchId, PeerId
 from swarm.messages import (
@@ -335,25 +337,27 @@ def test_state_heads_survive() -> None:
         heads.from_state(frames.decode(frames.encode(heads.to_state(head), b"x")))
 
 
-ERRORS: list[Retryable | Refused] = [
+ERRORS: list[Failure] = [
     Busy(1.25),
     NotFinite("gradient"),
     ReduceFailed("part 3 lacks weight", ("a", "b")),
-    *(kind("why") for kind in failures._CODES if kind not in (Busy, NotFinite, ReduceFailed)),
+    Superseded("term 3 is over", 7),
+    *(kind("why") for kind in failures._CODES if kind not in (Busy, NotFinite, ReduceFailed, Superseded)),
 ]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_errors_survive(error: Retryable | Refused) -> None:
+def test_errors_survive(error: Failure) -> None:
     received = failures.decode(failures.encode(error))
     assert type(received) is type(error)
     assert str(received) == str(error)
+    assert vars(received) == vars(error)
     assert vars(received) == vars(error)
 
 
 def test_every_error_of_the_tree_has_a_code() -> None:
     tree = {kind for base in (Retryable, Refused) for kind in base.__subclasses__()}
-    assert tree == set(failures._CODES)
+    assert tree | {Superseded} == set(failures._CODES)
 
 
 @pytest.mark.parametrize(

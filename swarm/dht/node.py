@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from hivemind.dht.protocol import ValidationError
+from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils.logging import use_hivemind_log_handler
 from hivemind.utils.timed_storage import MAX_DHT_TIME_DISCREPANCY_SECONDS
@@ -233,6 +234,8 @@ async def _start_dht(p2p: P2P, identity: Identity, reached: list[PeerAddress], c
     try:
         node: GuardedDHTNode = await GuardedDHTNode.create(
             p2p=p2p,
+            # A process that comes back under its identity is the same node, not a second one beside the dead one.
+            node_id=DHTID.generate(source=str(identity.peer_id)),
             initial_peers=[str(address) for address in reached],
             client_mode=client,
             wait_timeout=RPC_SECONDS,

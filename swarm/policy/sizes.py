@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from swarm.config import ModelSection
+from swarm.config import ModelSection, RunConfig
+from swarm.tensors import TensorSpec
 
 BYTES_PER_PARAMETER = 24
 """Parameters 4, moments 8, step gradient 4, gradient being computed 4, reduced gradient 4 (fp32, Adam)."""
@@ -17,6 +18,16 @@ def stage_parameters(model: ModelSection, stage: int) -> int:
     if stage == model.stage_count - 1:
         count += 2 * d + model.vocabulary * d
     return count
+
+
+def largest_tensor_bytes(config: RunConfig) -> int:
+    """No tensor of a forward or backward of this run is larger: ids or activations."""
+    return 8 * config.step.microbatch_size * config.model.sequence_length * config.model.width
+
+
+def boundary_spec(model: ModelSection, ids: TensorSpec) -> TensorSpec:
+    """What travels between stages for token ids (B, T): activations (B, T, D), and gradients of the same form."""
+    return TensorSpec(dtype="float32", shape=(*ids.shape, model.width))
 
 
 def stage_memory_bytes(model: ModelSection, stage: int) -> int:

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass
 
-from swarm.errors import BadReply, NotFinite, Refused, Retryable, RunFailed, StaleTerm, Superseded
+from swarm.errors import BadReply, NotFinite, Refused, Retryable, RunFailed
 from swarm.ids import Digest, MicrobatchId, PeerId, short
 from swarm.messages import (
     AdoptRequest,
@@ -154,8 +154,6 @@ class StageClose:
             reply = await self._calls.freeze(member.contact, request, seconds)
             if reply.session != member.contact.session:
                 raise BadReply("another life of the peer answered")
-        except StaleTerm as error:
-            raise Superseded(f"another trainer leads this run: {error}") from None
         except Retryable as error:
             self._fences.put(member, str(error))
             self._roster.failed(member, error)
@@ -182,8 +180,6 @@ class StageClose:
             try:
                 request = DropRequest(key=self._key, attempt=self.attempt)
                 await self._calls.drop(member.contact, request, self._limits.control_seconds)
-            except StaleTerm as error:
-                raise Superseded(f"another trainer leads this run: {error}") from None
             except (Retryable, Refused) as error:
                 self._fences.put(member, str(error))
 
@@ -245,8 +241,6 @@ class StageClose:
         try:
             seconds = request.deadline_seconds + self._limits.control_seconds
             reply = await self._calls.reduce(member.contact, request, seconds)
-        except StaleTerm as error:
-            raise Superseded(f"another trainer leads this run: {error}") from None
         except NotFinite:
             self._journal.record("gradient_not_finite", peer=member.peer, stage=self._stage)
             return NOT_FINITE
@@ -299,8 +293,6 @@ class StageClose:
         async def adopt(member: Member) -> None:
             try:
                 await self._calls.adopt(member.contact, request, seconds)
-            except StaleTerm as error:
-                raise Superseded(f"another trainer leads this run: {error}") from None
             except Retryable as error:
                 self._roster.failed(member, error)
             except Refused:

@@ -9,7 +9,7 @@ from swarm.policy.deadlines import Limits
 from swarm.ports import Clock, Executor, Journal, Priority, StageModule
 from swarm.records import StageCommit
 from swarm.roles.reducing import Reducing
-from swarm.roles.seat import Seat
+from swarm.roles.seat import TORN, Seat
 
 
 class Committing:
@@ -50,7 +50,11 @@ class Committing:
             wanted = commit.stages[seat.stage]
             if not self._keeps(request, wanted):
                 await self._reducing.fetch_reduced(key, wanted.attempt, wanted.digest, request.donors)
-        mark = await self._executor.run(Priority.CONTROL, lambda: self._apply(request))
+        try:
+            mark = await self._executor.run(Priority.CONTROL, lambda: self._apply(request))
+        finally:
+            if seat.lineage.chain == TORN:
+                seat.fall_behind(key.lineage)
         seat.touch()
         return mark
 
@@ -70,7 +74,12 @@ class Committing:
             seat.confirm(request.key)
             if not self._keeps(request, commit.stages[seat.stage]):
                 raise BadRequest("the reduced gradient kept is not the commit's")
-            self._module.apply(commit.step, commit.clip_factor)
+            try:
+                self._module.apply(commit.step, commit.clip_factor)
+            except BaseException:
+                seat.torn()
+                self._module.drop_gradient()
+                raise
             seat.advance(commit)
             self._journal.record("applied", stage=seat.stage, step=commit.step, version=seat.lineage.length)
         return self._mark(request.digest)

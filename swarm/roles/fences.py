@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarm.errors import Refused, Retryable, StaleTerm, Superseded
+from swarm.errors import Refused, Retryable
 from swarm.ids import RunHash
 from swarm.messages import DropRequest, StepKey
 from swarm.policy.deadlines import Limits
@@ -60,8 +60,6 @@ class Fences:
         request = DropRequest(key=key, attempt=self._ledger.attempts[member.stage])
         try:
             await self._calls.drop(member.contact, request, self._limits.control_seconds)
-        except StaleTerm as error:
-            raise Superseded(f"another trainer leads this run: {error}") from None
         except Retryable as error:
             self._roster.failed(member, error)
             return False

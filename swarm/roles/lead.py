@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 from swarm.config import RunConfig
-from swarm.errors import Refused, Retryable, StaleTerm, Superseded
+from swarm.errors import Refused, Retryable
 from swarm.ids import PeerId
 from swarm.messages import ApplyRequest, Contact, StateMark, StepKey
 from swarm.policy.deadlines import Limits, transfer_deadline
@@ -116,8 +116,6 @@ class Lead:
         self._applying.add(member.peer)
         try:
             mark = await self._calls.apply(member.contact, request, seconds)
-        except StaleTerm as error:
-            raise Superseded(f"another trainer leads this run: {error}") from None
         except Retryable as error:
             self._roster.failed(member, error)
             return None

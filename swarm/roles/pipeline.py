@@ -20,8 +20,6 @@ from swarm.errors import (
     Retryable,
     RunFailed,
     Stale,
-    StaleTerm,
-    Superseded,
     TimedOut,
     WrongRun,
 )
@@ -41,9 +39,12 @@ from swarm.records import Lineage, Term
 from swarm.roles.fences import Fences
 from swarm.roles.ledger import Counts, Ledger, Passage
 from swarm.roles.roster import Member, Roster
-from swarm.tensors import TensorData
+from swarm.tensors import TensorData, TensorSpec
 
 T = TypeVar("T")
+
+Boundary = Callable[[TensorSpec], TensorSpec]
+"""From the form of the token ids to that of what travels between stages."""
 
 VOID_SECONDS = 2.0
 """A void is advice: the close decides, so nobody waits long for its answer."""
@@ -72,8 +73,10 @@ class Pipeline:
         journal: Journal,
         limits: Limits,
         counts: Counts,
+        boundary: Boundary,
     ) -> None:
         self._run = run
+        self._boundary = boundary
         self._term = term
         self._lineage = lineage
         self._ledger = ledger
@@ -128,14 +131,7 @@ class Pipeline:
             member = await self._pick(stage, FORWARD_UNITS + BACKWARD_UNITS, passage, avoid)
             member.lane.sent(BACKWARD_UNITS)  # what this forward will cause, given up if the backward goes elsewhere
             try:
-                output = await self._call(
-                    member,
-                    FORWARD_UNITS,
-                    lambda seconds, to=member: self._calls.forward(  # type: ignore[misc]
-                        to.contact,
-                        ForwardRequest(call=self._head(passage, stage, 0, 0, seconds), inputs=passage.inputs[stage]),
-                    ),
-                )
+                output = await self._forward_at(member, passage, stage)
             except NotFinite as error:
                 member.lane.given_up(BACKWARD_UNITS)
                 await self._not_finite(passage, stage, member, error, avoid)
@@ -146,6 +142,15 @@ class Pipeline:
                 self._blame(passage, stage, member)
                 passage.producers[stage] = member.peer
                 return output
+
+    async def _forward_at(self, member: Member, passage: Passage, stage: int) -> TensorData:
+        async def send(seconds: float) -> TensorData:
+            call = self._head(passage, stage, 0, 0, seconds)
+            output = await self._calls.forward(member.contact, ForwardRequest(call=call, inputs=passage.inputs[stage]))
+            self._check_output(passage, output)
+            return output
+
+        return await self._call(member, FORWARD_UNITS, send)
 
     # --- backward -----------------------------------------------------------------
 
@@ -160,8 +165,6 @@ class Pipeline:
             try_number = passage.next_try(stage)
             try:
                 reply = await self._backward_at(member, passage, stage, try_number, attempt, has_graph, accumulate=True)
-                if not reply.accumulated:
-                    raise BadReply("a backward was answered but not accumulated")
             except NotFinite as error:
                 await self._not_finite(passage, stage, member, error, avoid)
             except Retryable as error:
@@ -207,7 +210,7 @@ class Pipeline:
         """One peer, one try; the input travels only if the peer no longer has the graph."""
 
         async def send(seconds: float, with_input: bool) -> BackwardReply:
-            return await self._calls.backward(
+            reply = await self._calls.backward(
                 member.contact,
                 BackwardRequest(
                     call=self._head(passage, stage, try_number, attempt, seconds),
@@ -217,6 +220,8 @@ class Pipeline:
                     accumulate=accumulate,
                 ),
             )
+            self._check_reply(passage, stage, reply, accumulate)
+            return reply
 
         units = self._units(stage)
         if has_graph and stage != self._last_stage:
@@ -232,8 +237,6 @@ class Pipeline:
         request = VoidRequest(key=self.key(stage), microbatch=passage.microbatch, below_try=below_try)
         try:
             reply = await self._calls.void(member.contact, request, VOID_SECONDS)
-        except StaleTerm as error:
-            raise Superseded(f"another trainer leads this run: {error}") from None
         except (Retryable, Refused):
             return False  # it may hold it all the same: then the close finds two holders, and one drops
         self._counts.voided += 1
@@ -271,8 +274,6 @@ class Pipeline:
             lane.given_up(units)
             self._roster.unready(member)
             raise
-        except StaleTerm as error:
-            raise Superseded(f"another trainer leads this run: {error}") from None
         except BadRequest as error:
             lane.given_up(units)
             self._roster.failed(member, BadReply(str(error)), rubbish=True)
@@ -342,6 +343,24 @@ class Pipeline:
             culprit = self._roster.stages[stage].get(peer)
             if peer != member.peer and culprit is not None:
                 self._roster.distrust(culprit, "computed NaN or infinity where another peer did not")
+
+    # --- what peers answer, before anything is made of it ---------------------------------
+
+    def _check_output(self, passage: Passage, output: TensorData) -> None:
+        """Raise BadReply here, or the next stage's peers would be blamed for what this one sent."""
+        expected = self._boundary(passage.inputs[0].spec)
+        if output.spec != expected:
+            raise BadReply(f"an output of {output.spec}, not {expected}")
+
+    def _check_reply(self, passage: Passage, stage: int, reply: BackwardReply, accumulate: bool) -> None:
+        gradient = reply.input_gradient
+        expected = self._boundary(passage.inputs[0].spec) if stage else None
+        if (None if gradient is None else gradient.spec) != expected:
+            raise BadReply(f"a gradient of {None if gradient is None else gradient.spec}, not {expected}")
+        if (reply.loss is not None) != (stage == self._last_stage):
+            raise BadReply(f"stage {stage} answers with loss {reply.loss}")
+        if accumulate and not reply.accumulated:
+            raise BadReply("a backward was answered but not accumulated")
 
     # --- small things -----------------------------------------------------------------
 

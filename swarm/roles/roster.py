@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm import PROTOCOL_VERSION
 from swarm.config import RunConfig
-from swarm.errors import Refused, Retryable, StaleTerm, Superseded, TimedOut
+from swarm.errors import Refused, Retryable, TimedOut
 from swarm.ids import PeerId, SessionId
 from swarm.messages import Contact, Greeting, PeerReport
 from swarm.policy.deadlines import Limits, Patience
@@ -267,8 +267,6 @@ class Roster:
         was = (member.state, member.health.suspected)
         try:
             report = await self._calls.greet(member.contact, greeting, self._limits.control_seconds)
-        except StaleTerm as error:
-            raise Superseded(f"another trainer leads this run: {error}") from None
         except (Retryable, Refused) as error:
             first = not member.health.suspected
             member.health.failed(self._clock.now())

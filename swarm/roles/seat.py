@@ -10,13 +10,17 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from swarm.errors import Draining, Stale, StaleTerm, TimedOut, WrongRun
-from swarm.ids import RunHash
+from swarm.errors import BadRequest, Draining, Stale, Superseded, TimedOut, WrongRun
+from swarm.ids import Digest, RunHash
 from swarm.messages import Contact, PeerReport, ReducedMark, StepKey
 from swarm.ports import Clock
 from swarm.records import NO_TERM, CommitRecord, Lineage, PeerState, Term
 from swarm.roles.stepbook import StepBook
 
+TERM_JUMP = 1_000_000
+"""By how much a term may exceed the last one: a stray number must not use up all that come after it."""
+TORN = Digest("f" * 64)
+"""Chain of parameters that an update left half done; it ranks below every other of its length."""
 KEPT_COMMITS = 8
 """Commit records that a peer keeps, for a lead that restarts and for peers that missed one."""
 
@@ -45,9 +49,11 @@ class Seat:
     # --- on the event loop --------------------------------------------------------
 
     def follow(self, term: Term) -> None:
-        """Adopt a higher term; raise StaleTerm on a lower one."""
+        """Adopt a higher term; raise Superseded on a lower one."""
         if term < self.term:
-            raise StaleTerm(f"term {term.number} is over, {self.term.number} leads")
+            raise Superseded(f"another trainer leads this run: term {term.number} is over", self.term.number)
+        if term.number > self.term.number + TERM_JUMP:
+            raise BadRequest(f"term {term.number} is too far beyond {self.term.number}")
         self.term = term
 
     def check_place(self, run: RunHash, stage: int) -> None:
@@ -60,7 +66,7 @@ class Seat:
     async def reach(self, key: StepKey, deadline: float) -> None:
         """Return once this peer is at ``key``'s lineage.  A call for the next version waits for the apply.
 
-        Raises WrongRun, StaleTerm, Draining, Stale, or TimedOut at ``deadline`` (the clock's seconds).
+        Raises WrongRun, Superseded, Draining, Stale, or TimedOut at ``deadline`` (the clock's seconds).
         """
         self.check_place(key.run, key.stage)
         self.follow(key.term)
@@ -135,7 +141,7 @@ class Seat:
     def confirm(self, key: StepKey) -> None:
         """Check again, where nothing can change in between, that ``key`` still holds."""
         if key.term < self.term:
-            raise StaleTerm(f"term {key.term.number} is over, {self.term.number} leads")
+            raise Superseded(f"another trainer leads this run: term {key.term.number} is over", self.term.number)
         if key.lineage != self.lineage:
             raise Stale(f"moved to version {self.lineage.length} meanwhile")
 
@@ -158,6 +164,12 @@ class Seat:
         self.lineage = self.lineage.after(commit)
         self.commits.append(commit)
         self.book = None
+
+    def torn(self) -> None:
+        """The parameters are neither those of this version nor of the next: no message fits them any more."""
+        self.lineage = Lineage(generation=self.lineage.generation, length=self.lineage.length, chain=TORN)
+        self.book = None
+        self.kept = None
 
     def replace(self, lineage: Lineage, commits: tuple[CommitRecord, ...]) -> None:
         """The parameters are those of another lineage now (a snapshot was loaded)."""

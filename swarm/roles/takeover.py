@@ -112,8 +112,9 @@ class Takeover:
             try:
                 await self._roster.refresh()
                 reports = await self._greet_all()
-            except Superseded:
-                number += 1  # the lease was lost or old; peers know better
+            except Superseded as error:
+                number = max(number, error.followed) + 1  # the lease was lost or old; peers know better
+                await self._clock.sleep(POLL_SECONDS)
                 continue
             missing = set(range(len(self._roster.stages))) - {report.stage for report in reports}
             if not missing and raised:

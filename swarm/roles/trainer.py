@@ -18,7 +18,7 @@ from swarm.roles.closing import StageClose, StageResult
 from swarm.roles.fences import Fences
 from swarm.roles.lead import Lead
 from swarm.roles.ledger import Counts, Ledger, Passage
-from swarm.roles.pipeline import Pipeline
+from swarm.roles.pipeline import Boundary, Pipeline
 from swarm.roles.roster import Roster
 from swarm.roles.takeover import LEASE_RENEW_SECONDS, Lease, Takeover
 
@@ -57,6 +57,7 @@ class Trainer:
         clock: Clock,
         journal: Journal,
         state_timeout_seconds: float,
+        boundary: Boundary,
         limits: Limits = LAN,
         on_step: Callable[[CommitRecord], None] | None = None,
     ) -> None:
@@ -75,6 +76,7 @@ class Trainer:
         self._journal = journal
         self._limits = limits
         self._state_timeout_seconds = state_timeout_seconds
+        self._boundary = boundary
         self._on_step = on_step
 
     async def run(self, steps: int) -> None:
@@ -171,6 +173,7 @@ class Trainer:
             journal=self._journal,
             limits=self._limits,
             counts=self.progress.counts,
+            boundary=self._boundary,
         )
         await self._compute(lineage.length, ledger, pipeline)
         computed = self._clock.now()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import grpc
 
 from swarm import PROTOCOL_VERSION
-from swarm.errors import BadRequest, Busy, PeerFailed, Refused, Retryable, TimedOut, WrongRun
+from swarm.errors import FAILURES, BadRequest, Busy, Failure, PeerFailed, TimedOut, WrongRun
 from swarm.ids import PeerId, SessionId
 from swarm.messages import BackwardRequest, ForwardRequest, GradientRequest, StateRequest
 from swarm.ports import StageService
@@ -87,8 +87,8 @@ class StageHandlers:
             self._check_caller(context)
             async with asyncio.timeout(_remaining(context)):
                 return await work()
-        except (Retryable, Refused) as error:
-            failure: Retryable | Refused = error
+        except FAILURES as error:
+            failure: Failure = error
         except TimeoutError:
             failure = TimedOut(f"{method}: deadline passed at the peer")
         except Exception as error:  # noqa: BLE001 - the root of the call's task

@@ -181,6 +181,7 @@ class SimulatedSwarm:
             clock=VirtualClock(),
             journal=self.journal,
             state_timeout_seconds=state_timeout_seconds,
+            boundary=lambda ids: ids,
         )
         return self.trainer
 

@@ -12,15 +12,14 @@ from swarm.errors import (
     BadRequest,
     Busy,
     Draining,
+    Failure,
     Frozen,
     NeedsInput,
     NotFinite,
     PeerFailed,
     ReduceFailed,
-    Refused,
-    Retryable,
     Stale,
-    StaleTerm,
+    Superseded,
     TimedOut,
     Unreachable,
     Voided,
@@ -34,7 +33,7 @@ MAX_UNREACHABLE = 64
 """Peers that a failed all-reduce names in its failure (a ReduceReply names all)."""
 MAX_RETRY_AFTER_SECONDS = 3600.0
 
-_CODES: dict[type[Retryable | Refused], pb.FailureCode] = {
+_CODES: dict[type[Failure], pb.FailureCode] = {
     Unreachable: pb.FAILURE_CODE_UNREACHABLE,
     TimedOut: pb.FAILURE_CODE_TIMED_OUT,
     PeerFailed: pb.FAILURE_CODE_PEER_FAILED,
@@ -45,23 +44,24 @@ _CODES: dict[type[Retryable | Refused], pb.FailureCode] = {
     Draining: pb.FAILURE_CODE_DRAINING,
     Stale: pb.FAILURE_CODE_STALE,
     WrongRun: pb.FAILURE_CODE_WRONG_RUN,
-    StaleTerm: pb.FAILURE_CODE_STALE_TERM,
+    Superseded: pb.FAILURE_CODE_STALE_TERM,
     Frozen: pb.FAILURE_CODE_FROZEN,
     Voided: pb.FAILURE_CODE_VOIDED,
     NeedsInput: pb.FAILURE_CODE_NEEDS_INPUT,
     BadRequest: pb.FAILURE_CODE_BAD_REQUEST,
 }
-_SPECIAL: dict[int, Callable[[pb.Failure], Retryable | Refused]] = {
+_SPECIAL: dict[int, Callable[[pb.Failure], Failure]] = {
     int(pb.FAILURE_CODE_BUSY): lambda failure: Busy(_retry_after(failure.retry_after_seconds)),
     int(pb.FAILURE_CODE_NOT_FINITE): lambda failure: NotFinite(_where(failure.where)),
     int(pb.FAILURE_CODE_REDUCE_FAILED): lambda failure: ReduceFailed(
         failure.message[:MAX_MESSAGE], tuple(failure.unreachable[:MAX_UNREACHABLE])
     ),
+    int(pb.FAILURE_CODE_STALE_TERM): lambda failure: Superseded(failure.message[:MAX_MESSAGE], failure.followed_term),
 }
-_CLASSES: dict[int, type[Retryable | Refused]] = {int(code): kind for kind, code in _CODES.items()}
+_CLASSES: dict[int, type[Failure]] = {int(code): kind for kind, code in _CODES.items()}
 
 
-def encode(error: Retryable | Refused) -> bytes:
+def encode(error: Failure) -> bytes:
     """Serialise ``error``; a class outside the table travels as the nearest base that is in it."""
     kind = next((base for base in type(error).__mro__ if base in _CODES), PeerFailed)
     failure = pb.Failure(code=_CODES[kind], message=str(error)[:MAX_MESSAGE])
@@ -71,10 +71,12 @@ def encode(error: Retryable | Refused) -> bytes:
         failure.where = error.where
     elif isinstance(error, ReduceFailed):
         failure.unreachable.extend(error.unreachable[:MAX_UNREACHABLE])
+    elif isinstance(error, Superseded):
+        failure.followed_term = error.followed
     return failure.SerializeToString()
 
 
-def decode(data: bytes) -> Retryable | Refused:
+def decode(data: bytes) -> Failure:
     """The error that ``data`` stands for; BadReply (returned) if it stands for none."""
     try:
         failure = pb.Failure.FromString(data)

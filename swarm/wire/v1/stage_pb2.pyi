@@ -392,15 +392,17 @@ class GradientRequest(_message.Message):
     def __init__(self, run: _Optional[str] = ..., stage: _Optional[int] = ..., parent: _Optional[_Union[Lineage, _Mapping]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("code", "message", "retry_after_seconds", "where", "unreachable")
+    __slots__ = ("code", "message", "retry_after_seconds", "where", "unreachable", "followed_term")
     CODE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     RETRY_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
     WHERE_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_TERM_FIELD_NUMBER: _ClassVar[int]
     code: FailureCode
     message: str
     retry_after_seconds: float
     where: str
     unreachable: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, code: _Optional[_Union[FailureCode, str]] = ..., message: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ..., where: _Optional[str] = ..., unreachable: _Optional[_Iterable[str]] = ...) -> None: ...
+    followed_term: int
+    def __init__(self, code: _Optional[_Union[FailureCode, str]] = ..., message: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ..., where: _Optional[str] = ..., unreachable: _Optional[_Iterable[str]] = ..., followed_term: _Optional[int] = ...) -> None: ...
