@@ -89,6 +89,7 @@ async def _peer(record: PeerRecord) -> dict[str, Any]:
 def _show(found: list[dict[str, Any]], *, clear: bool) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(highlight=False)
     if clear:
@@ -108,8 +109,8 @@ def _show(found: list[dict[str, Any]], *, clear: bool) -> None:
                 state = peer["state"] if peer["reachable"] else "unreachable"
                 state = state if peer["compatible"] else "other version"
                 table.add_row(
-                    str(stage["stage"]), short(peer["peer"]), state, str(peer["version"]),
-                    f"{rate:.1f}" if rate else "-", str(peer["queue"]), peer["endpoint"],
+                    str(stage["stage"]), Text(short(peer["peer"])), state, str(peer["version"]),
+                    f"{rate:.1f}" if rate else "-", str(peer["queue"]), Text(peer["endpoint"]),
                 )  # fmt: skip
             if stage["empty"]:
                 table.add_row(str(stage["stage"]), "NO PEER READY", style="red")

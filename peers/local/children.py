@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import shutil
 import signal
 import socket
 import sys
@@ -67,6 +68,18 @@ class Children:
         self._writer: asyncio.StreamWriter | None = None
 
     async def __aenter__(self) -> Children:
+        try:
+            await self._start()
+        except BaseException:
+            # It has no children yet, and may not have come to the point from which on it clears up itself.
+            if self._nursery is not None and self._nursery.returncode is None:
+                self._nursery.kill()
+                await self._nursery.wait()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        return self
+
+    async def _start(self) -> None:
         ours, theirs = socket.socketpair()
         log = os.open(self.logs / "nursery.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -80,6 +93,7 @@ class Children:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # a Ctrl-C at the terminal is the launcher's business from the beginning
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         finally:
@@ -90,7 +104,6 @@ class Children:
         if not line:
             raise RunFailed(f"the swarm's processes cannot be started: {self._nursery_words()}")
         self._reader = asyncio.create_task(self._listen(reader), name="nursery")
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
@@ -137,20 +150,25 @@ class Children:
         self._writer.write(json.dumps(request).encode() + b"\n")
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            said = json.loads(line)
-            child = self.by_name.get(said.get("name", ""))
-            if child is None:
-                continue
-            if "exit" in said:
-                child.exit_code, child.cpu_seconds = said["exit"], said["cpu_seconds"]
-                child.ended.set()
-            else:
+        try:
+            while line := await reader.readline():
+                self._note(json.loads(line))
+        except (OSError, ValueError) as error:  # it died with a request unread, or in the middle of a line
+            _log.warning("the process that starts the swarm's processes is gone: %s", error)
+        finally:
+            for child in self.by_name.values():
+                _end(child, -signal.SIGKILL)
+
+    def _note(self, said: dict[str, Any]) -> None:
+        child = self.by_name.get(said.get("name", ""))
+        if child is None:
+            return
+        if "exit" not in said:
+            if not child.process:  # else it is that of another child of this name, whom nobody asks for any more
                 child.process = said["process"]
-        for child in self.by_name.values():
-            if child.alive:
-                child.exit_code = -signal.SIGKILL
-                child.ended.set()
+        elif child.process == said["process"]:
+            child.cpu_seconds = said["cpu_seconds"]
+            _end(child, said["exit"])
 
     def _nursery_words(self) -> str:
         return Child(name="nursery", log=self.logs / "nursery.log").last_words()

@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,7 +159,6 @@ class Nursery:
 
 def main(arguments: Sequence[str]) -> None:
     """``python -m peers.local.nursery SOCKET FOLDER``."""
-    os.setsid()
     folder = arguments[1]
     os.environ["TMPDIR"] = folder
     from peers import life
@@ -173,10 +172,6 @@ def main(arguments: Sequence[str]) -> None:
     finally:
         nursery._signal_all(signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-Entry = Callable[[Sequence[str]], int]
-"""What ``entry`` ('module:function') of a spawn request must name."""
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from swarm.dht.peer_id import public_key_of
+from swarm.endpoints import is_endpoint, is_numeric_class
 from swarm.ids import PeerId, RunHash, SessionId
 from swarm.records import LeadRecord, Lineage, PeerRecord
 
@@ -19,7 +20,6 @@ RUNS_KEY = "swarm.runs"
 
 _HEX64 = re.compile(r"[0-9a-f]{64}")
 _HEX16 = re.compile(r"[0-9a-f]{16}")
-_ENDPOINT = re.compile(r"[\x21-\x7e]{1,280}:[0-9]{1,5}")
 _LARGEST = 2**53
 
 
@@ -95,11 +95,10 @@ def _check(payload: Payload) -> None:
     _require(0 <= payload.stage < 1 << 16, "stage")
     if isinstance(payload, PeerRecord):
         _require(0 <= payload.protocol < 1 << 31, "protocol")
-        _require(_ENDPOINT.fullmatch(payload.endpoint) is not None, "endpoint")
-        _require(0 < int(payload.endpoint.rpartition(":")[2]) < 1 << 16, "endpoint")
+        _require(is_endpoint(payload.endpoint), "endpoint")
         _require(math.isfinite(payload.forward_seconds) and payload.forward_seconds >= 0, "forward_seconds")
         _require(0 <= payload.queue < _LARGEST, "queue")
-        _require(len(payload.numeric_class) <= 200 and payload.numeric_class.isprintable(), "numeric_class")
+        _require(is_numeric_class(payload.numeric_class), "numeric_class")
         _check_lineage(payload.lineage)
 
 

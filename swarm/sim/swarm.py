@@ -14,6 +14,7 @@ from swarm.ids import MicrobatchId, PeerId, SessionId
 from swarm.messages import BackwardRequest, Contact, FreezeReply, FreezeRequest, StepKey, VoidReply, VoidRequest
 from swarm.records import CommitRecord, Lineage, PeerState, Term
 from swarm.roles.peer import Peer
+from swarm.roles.seat import TORN
 from swarm.roles.stepbook import StepBook
 from swarm.roles.trainer import Trainer
 from swarm.sim.averager import Meetings, SimulatedAverager
@@ -241,6 +242,10 @@ class SimulatedSwarm:
         if seat.book is not None and seat.book.key.lineage != seat.lineage:
             raise Violation(f"{session} collects for version {seat.book.key.step}, it is at {seat.lineage.length}")
         self._check_book(session, seat.book, module)
+        if seat.lineage.chain == TORN:
+            if seat.state is PeerState.READY:
+                raise Violation(f"{session} serves parameters that an update left half done")
+            return
         expected = self.truth.parameters(seat.lineage, seat.stage)
         if module.parameters != expected:
             version = seat.lineage.length
