@@ -91,7 +91,13 @@ class CommitRecord:
     @staticmethod
     def from_json(text: str) -> CommitRecord:
         """Inverse of :meth:`to_json`.  Raises ValueError, KeyError or TypeError on malformed text."""
-        raw: dict[str, Any] = json.loads(text)
+        try:
+            return CommitRecord._from_raw(json.loads(text))
+        except (OverflowError, RecursionError) as error:
+            raise ValueError(f"no commit record: {error}") from None
+
+    @staticmethod
+    def _from_raw(raw: dict[str, Any]) -> CommitRecord:
         return CommitRecord(
             step=int(raw["step"]),
             term=Term(int(raw["term"]["number"]), PeerId(str(raw["term"]["trainer"]))),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarm.config import RunConfig, parse
-from swarm.data.text import TextBatches
+from swarm.data.text import PIECE_BYTES, TextBatches
 from swarm.errors import UsageError
 from swarm.ids import MicrobatchId
 from swarm.tensors import TensorData
@@ -95,10 +95,32 @@ def test_default_text_is_the_standard_library() -> None:
     assert len(batches.text) > 1 << 20
 
 
-def test_cap_may_cut_a_character(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("x" + "\u00e9" * 100, encoding="utf-8")
-    batches = TextBatches(make_config(tmp_path), cap_bytes=50)
-    assert batches.text == (tmp_path / "a.txt").read_bytes()[:50]
+def test_the_cap_of_the_default_text_may_cut_a_character() -> None:
+    whole = TextBatches(make_config(None, glob="*.py")).text
+    cut = next(index for index, byte in enumerate(whole) if byte > 127) + 1
+    assert TextBatches(make_config(None, glob="*.py"), default_cap_bytes=cut).text == whole[:cut]
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_text_of_ones_own_is_never_cut(tmp_path: Path, files: int) -> None:
+    """Not at the cap of the default text, and not at the pieces in which it is read (here within characters)."""
+    for number in range(files):
+        (tmp_path / f"{number}.txt").write_bytes(b"x" * number + "\u20ac".encode() * (PIECE_BYTES // 2))
+    path = tmp_path if files > 1 else tmp_path / "0.txt"
+    batches = TextBatches(make_config(path), default_cap_bytes=50)
+    assert batches.text == b"".join(file.read_bytes() for file in sorted(tmp_path.iterdir()))
+
+
+def test_a_bad_byte_of_any_piece_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    good = "\u20ac".encode() * (PIECE_BYTES // 3 + 10)
+    for bad in (b"\xff", b"\xe2\x82"):
+        file.write_bytes(good + bad)
+        with pytest.raises(UsageError, match=rf"not UTF-8 \(byte {len(good)}\)"):
+            TextBatches(make_config(file))
+    file.write_bytes(b"x" * (PIECE_BYTES - 1) + b"\xe2x")
+    with pytest.raises(UsageError, match=rf"not UTF-8 \(byte {PIECE_BYTES - 1}\)"):
+        TextBatches(make_config(file))
 
 
 def test_a_single_file(folder: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
-import shutil
 import shutil
 import signal
 import socket
@@ -21,6 +21,8 @@ from swarm.errors import RunFailed, UsageError
 CLI = "peers.cli:run"
 """What a child runs unless a test says otherwise."""
 CLOSE_SECONDS = 12.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -38,6 +40,11 @@ class Child:
     def alive(self) -> bool:
         """It has not ended."""
         return self.exit_code is None
+
+    def end(self, exit_code: int) -> None:
+        """Note that it has ended."""
+        self.exit_code = exit_code
+        self.ended.set()
 
     def last_words(self) -> str:
         """The last line of what it printed."""
@@ -63,6 +70,8 @@ class Children:
         self.logs = logs or self.folder / "logs"
         self.logs.mkdir(exist_ok=True)
         self.by_name: dict[str, Child] = {}
+        """The last one of each name."""
+        self._spawned: list[Child] = []
         self._nursery: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -111,8 +120,9 @@ class Children:
     def spawn(self, name: str, arguments: Sequence[str], *, entry: str = CLI) -> Child:
         """Fork a child; its output goes to ``logs/NAME.log``."""
         child = Child(name=name, log=self.logs / f"{name}.log")
-        self.by_name[name] = child
         self._send(do="spawn", name=name, entry=entry, arguments=list(arguments), log=str(child.log))
+        self.by_name[name] = child
+        self._spawned.append(child)
         return child
 
     def signal(self, name: str, number: int = signal.SIGKILL) -> None:
@@ -123,8 +133,9 @@ class Children:
         """End all children (SIGTERM, then SIGKILL) and the nursery."""
         if self._nursery is None:
             return
-        if self._nursery.returncode is None and self._writer is not None:
-            self._send(do="close")
+        if self._nursery.returncode is None:
+            if not self._is_gone:
+                self._send(do="close")
             try:
                 async with asyncio.timeout(CLOSE_SECONDS):
                     await self._nursery.wait()
@@ -142,10 +153,10 @@ class Children:
     @property
     def cpu_seconds(self) -> float:
         """Of all children that have ended, and what they waited for."""
-        return sum(child.cpu_seconds for child in self.by_name.values())
+        return sum(child.cpu_seconds for child in self._spawned)
 
     def _send(self, **request: Any) -> None:
-        if self._writer is None or self._writer.is_closing():
+        if self._is_gone or self._writer is None:
             raise RunFailed(f"the process that starts the swarm's processes is gone: {self._nursery_words()}")
         self._writer.write(json.dumps(request).encode() + b"\n")
 
@@ -156,19 +167,23 @@ class Children:
         except (OSError, ValueError) as error:  # it died with a request unread, or in the middle of a line
             _log.warning("the process that starts the swarm's processes is gone: %s", error)
         finally:
-            for child in self.by_name.values():
-                _end(child, -signal.SIGKILL)
+            for child in self._spawned:
+                if child.alive:
+                    child.end(-signal.SIGKILL)
 
     def _note(self, said: dict[str, Any]) -> None:
-        child = self.by_name.get(said.get("name", ""))
-        if child is None:
-            return
-        if "exit" not in said:
-            if not child.process:  # else it is that of another child of this name, whom nobody asks for any more
-                child.process = said["process"]
-        elif child.process == said["process"]:
-            child.cpu_seconds = said["cpu_seconds"]
-            _end(child, said["exit"])
+        # By process and not by name: who is started again under a name is not ended by the end of who had it before.
+        if "exit" in said:
+            for child in self._spawned:
+                if child.process == said["process"] and child.alive:
+                    child.cpu_seconds = said["cpu_seconds"]
+                    child.end(said["exit"])
+        elif "process" in said:  # children are forked in the order in which they were asked for
+            next(child for child in self._spawned if not child.process).process = said["process"]
+
+    @property
+    def _is_gone(self) -> bool:
+        return self._writer is None or self._writer.is_closing() or self._reader is None or self._reader.done()
 
     def _nursery_words(self) -> str:
         return Child(name="nursery", log=self.logs / "nursery.log").last_words()

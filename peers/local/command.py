@@ -39,8 +39,8 @@ async def _run(options: LocalOptions) -> None:
                 verdict = await swarm.verify(trained, screen)
         await swarm.stop()
         report = _report(options, swarm, trained, verdict)
-    await asyncio.to_thread(_write, options, swarm, report, verdict)
-    _summarise(options, swarm, report, verdict)
+    _summarise(swarm, report, verdict)
+    await asyncio.to_thread(_write, options, swarm, report, verdict)  # last: should the disk be full, the rest was said
     if report.verify is not None and not report.verify.ok:
         raise RunFailed("the swarm's result differs from a single process's")
 
@@ -87,9 +87,10 @@ def _write(options: LocalOptions, swarm: LocalSwarm, report: Report, verdict: di
         failures=swarm.kill_steps,
         title=options.config.run.name,
     )
+    print(f"report: {options.report}, plot: {options.report.with_suffix('.png')}")
 
 
-def _summarise(options: LocalOptions, swarm: LocalSwarm, report: Report, verdict: dict[str, Any] | None) -> None:
+def _summarise(swarm: LocalSwarm, report: Report, verdict: dict[str, Any] | None) -> None:
     losses = [loss for loss in report.losses if loss is not None]
     fell = f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else ""
     print(f"{report.steps} steps in {report.wall_seconds:.0f} s, {report.tokens_per_second or 0:.0f} tokens/s{fell}")
@@ -105,5 +106,3 @@ def _summarise(options: LocalOptions, swarm: LocalSwarm, report: Report, verdict
             f"the result {same} a single process: parameters differ by {verdict['relative_difference']:.1e} of what "
             f"training changed (tolerance {verdict['tolerance']:.0e}), losses by {verdict['loss_difference']:.1e}"
         )
-    if options.report is not None:
-        print(f"report: {options.report}, plot: {options.report.with_suffix('.png')}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shutil
 import signal
 import time
 from dataclasses import dataclass
@@ -252,7 +253,10 @@ def _ended_badly(child: Child) -> RunFailed:
     words = child.last_words().removeprefix("swarm: ")
     if child.exit_code is not None and child.exit_code < 0:
         words = f"ended by {signal.Signals(-child.exit_code).name}"
-    error = RunFailed(f"{child.name}: {words or f'ended with {child.exit_code}'}")
+    if not words:
+        full = ", the disk is full" if shutil.disk_usage(child.log.parent).free == 0 else ""
+        words = f"ended with {child.exit_code} and without a word (its log is {child.log}{full})"
+    error = RunFailed(f"{child.name}: {words}")
     if child.exit_code in set(ExitCode):
         error.exit_code = ExitCode(child.exit_code)
     return error

@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 import json
 import logging
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -21,6 +23,8 @@ PATIENCE_SECONDS = 4.0
 """A member that sends nothing for this long is given up; one that begins later than this is too late."""
 EARLY_SECONDS = 30.0
 """How long other members' streams wait for this one to begin."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -49,15 +53,13 @@ class ButterflyAverager:
         """
         if gradient_sum.dim() != 1 or gradient_sum.dtype != torch.float32:
             raise ValueError(f"the gradient must be flat float32, not {gradient_sum.dtype} {tuple(gradient_sum.shape)}")
-        sums: Values = gradient_sum.detach().cpu().contiguous().numpy()
         self._check(request)
-        if self._weight(request) and not np.isfinite(sums).all():
-            raise NotFinite("gradient")
+        sums = await _apart(lambda: _on_host(gradient_sum, must_be_finite=self._weight(request) > 0))
         if len(request.members) == 1:
-            mean = sums / np.float32(request.total_tokens)
+            mean = await _apart(lambda: sums / np.float32(request.total_tokens))
         else:
             mean = await self._reduce_in_group(request, sums)
-        return torch.from_numpy(mean).to(gradient_sum.device)
+        return await _apart(lambda: torch.from_numpy(mean).to(gradient_sum.device))
 
     def _check(self, request: ReduceRequest) -> None:
         peers = [member.contact.peer for member in request.members]
@@ -85,7 +87,7 @@ class ButterflyAverager:
             # A reducer waits for its slowest sender before it answers.
             reducer_seconds=2 * sender_seconds,
         )
-        await self._groups.begin(runner)
+        self._groups.begin(runner)
         try:
             async with asyncio.timeout(request.deadline_seconds):
                 return await runner.reduce()
@@ -96,6 +98,33 @@ class ButterflyAverager:
             raise runner.failure("it failed inside") from None
         finally:
             self._groups.end(runner)
+
+
+def _on_host(gradient_sum: torch.Tensor, *, must_be_finite: bool) -> Values:
+    """The same numbers (N,) in host memory.  Raises NotFinite."""
+    sums: Values = gradient_sum.detach().cpu().contiguous().numpy()
+    if must_be_finite and not np.isfinite(sums).all():
+        raise NotFinite("gradient")
+    return sums
+
+
+async def _apart(work: Callable[[], T]) -> T:
+    """Do ``work``, which goes over a whole gradient, on a thread: calls and heartbeats go on meanwhile.
+
+    A thread cannot be cancelled; so whoever is cancelled here ends only when the thread reads nothing any more.
+    """
+    job = asyncio.ensure_future(asyncio.to_thread(work))
+    cancelled: asyncio.CancelledError | None = None
+    while not job.done():
+        try:
+            await asyncio.wait({job})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not job.cancelled():
+            job.exception()  # seen: the cancellation comes first
+        raise cancelled
+    return job.result()
 
 
 def group_id(request: ReduceRequest) -> bytes:

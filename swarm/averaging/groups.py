@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import aclosing
 from typing import AsyncIterator  # noqa: UP035 - hivemind reads the annotations and knows this spelling only
 
-from hivemind.p2p import P2PContext, ServicerBase
+from hivemind.p2p import P2PContext, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 
-from swarm.averaging.exact_allreduce import ExactAllReduce
+from swarm.averaging.exact_allreduce import LARGEST_PART_BYTES, ExactAllReduce
 from swarm.errors import ReduceFailed
 
 PREFIX = "swarm"
@@ -17,6 +18,10 @@ PREFIX = "swarm"
 
 _MOST_EARLY = 256
 """Streams that may wait for this member to begin."""
+_MOST_EARLY_EACH = 4
+"""Of one peer: it has one stream per attempt, and the attempts before it have ended or soon will."""
+_MOST_FIRST_BYTES = LARGEST_PART_BYTES + 1024
+"""A part and what is around it: the first message of a stream is kept while it waits."""
 _REMEMBERED = 256
 """Groups that are over: their streams are refused at once."""
 
@@ -29,16 +34,17 @@ class Groups(ServicerBase):  # type: ignore[misc]  # hivemind has no types
         self._early_seconds = early_seconds
         self._running: dict[bytes, ExactAllReduce] = {}
         self._over: dict[bytes, None] = {}
-        self._begun = asyncio.Condition()
-        self._early = 0
+        self._begun = asyncio.Event()
+        """Set, and replaced, whenever a group begins."""
+        self._early: Counter[PeerID] = Counter()
 
-    async def begin(self, runner: ExactAllReduce) -> None:
-        """Take streams for ``runner``.  Raises ReduceFailed if its group runs, or ran, already."""
+    def begin(self, runner: ExactAllReduce) -> None:
+        """Take streams for ``runner``, until :meth:`end`.  Raises ReduceFailed if its group runs, or ran, already."""
         if runner.group_id in self._running or runner.group_id in self._over:
             raise ReduceFailed("this attempt at the all-reduce was made already")
         self._running[runner.group_id] = runner
-        async with self._begun:
-            self._begun.notify_all()
+        self._begun.set()
+        self._begun = asyncio.Event()
 
     def end(self, runner: ExactAllReduce) -> None:
         """Refuse further streams for ``runner``."""
@@ -55,7 +61,8 @@ class Groups(ServicerBase):  # type: ignore[misc]  # hivemind has no types
         try:
             async with asyncio.timeout(self._early_seconds):
                 first = await anext(stream)
-                runner = await self._find(bytes(first.group_id))
+                if first.ByteSize() <= _MOST_FIRST_BYTES:
+                    runner = await self._find(bytes(first.group_id), context.remote_id)
         except (TimeoutError, StopAsyncIteration):
             runner = None
         if runner is not None:
@@ -68,15 +75,20 @@ class Groups(ServicerBase):  # type: ignore[misc]  # hivemind has no types
             async for answer in answers:
                 yield answer
 
-    async def _find(self, group_id: bytes) -> ExactAllReduce | None:
-        if group_id not in self._running and group_id not in self._over and self._early < _MOST_EARLY:
-            self._early += 1
+    async def _find(self, group_id: bytes, sender: PeerID) -> ExactAllReduce | None:
+        if self._unknown(group_id) and self._early.total() < _MOST_EARLY and self._early[sender] < _MOST_EARLY_EACH:
+            self._early[sender] += 1
             try:
-                async with self._begun:
-                    await self._begun.wait_for(lambda: group_id in self._running)
+                while self._unknown(group_id):
+                    await self._begun.wait()
             finally:
-                self._early -= 1
+                self._early[sender] -= 1
+                if not self._early[sender]:
+                    del self._early[sender]
         return self._running.get(group_id)
+
+    def _unknown(self, group_id: bytes) -> bool:
+        return group_id not in self._running and group_id not in self._over
 
 
 async def _chain(

@@ -17,6 +17,9 @@ from swarm.ids import Digest, MicrobatchId
 from swarm.tensors import TensorData, TensorSpec
 
 DEFAULT_CAP_BYTES = 64 << 20
+"""So much of the default text is read; of a user's text, all."""
+PIECE_BYTES = 1 << 20
+"""Text is read and checked in pieces: no second copy of it is ever in memory."""
 
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
 """Folders left out of the default text: they differ between machines, or hold text that is broken on purpose."""
@@ -30,13 +33,16 @@ class TextBatches:
     trainers can tell whether they read the same by ``digest``.
     """
 
-    def __init__(self, config: RunConfig, cap_bytes: int = DEFAULT_CAP_BYTES) -> None:
-        """Reads at most ``cap_bytes`` of text into memory.  Raises UsageError, one line that names the path."""
+    def __init__(self, config: RunConfig, default_cap_bytes: int = DEFAULT_CAP_BYTES) -> None:
+        """Reads the text into memory: all of ``data.path``, or the first ``default_cap_bytes`` of the default text.
+
+        Raises UsageError, one line that names the path.
+        """
         self._seed = config.run.seed
         self._rows = config.step.microbatch_size
         self._columns = config.model.sequence_length
         path = config.data.path
-        self.text = _read(path, config.data.glob, cap_bytes)
+        self.text = _read(path, config.data.glob, default_cap_bytes)
         """All that is read, files in sorted order, one after the other."""
         if len(self.text) < self._columns + 1:
             where = path or "default text"
@@ -62,19 +68,19 @@ class TextBatches:
         return int.from_bytes(hashlib.sha256(key).digest()[:8], "little") % (len(self.text) - self._columns)
 
 
-def _read(path: str | None, pattern: str, cap_bytes: int) -> bytes:
+def _read(path: str | None, pattern: str, default_cap_bytes: int) -> bytearray:
     root = Path(sysconfig.get_paths()["stdlib"] if path is None else path)
     text = bytearray()
     try:
         for file in _files(root, pattern, default=path is None):
-            text += _checked(file, cap_bytes - len(text))
-            if len(text) >= cap_bytes:
-                break
+            _append(file, text, default_cap_bytes - len(text) if path is None else None)
     except OSError as error:
         raise UsageError(f"{error.filename or root}: {error.strerror or error}") from None
+    except MemoryError:
+        raise UsageError(f"{root}: its text does not fit into memory") from None
     if not text:
         raise UsageError(f"{root}: no text in it" + (f" (glob {pattern!r})" if root.is_dir() else ""))
-    return bytes(text)
+    return text
 
 
 def _files(root: Path, pattern: str, *, default: bool) -> Iterator[Path]:
@@ -92,13 +98,20 @@ def _files(root: Path, pattern: str, *, default: bool) -> Iterator[Path]:
             yield file
 
 
-def _checked(file: Path, limit_bytes: int) -> bytes:
-    """The first ``limit_bytes`` of a file, which may cut the last character."""
+def _append(file: Path, text: bytearray, limit_bytes: int | None) -> None:
+    """Add a file to ``text``, or its first ``limit_bytes``, which may cut the last character."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    before = len(text)
     with file.open("rb") as stream:
-        data = stream.read(limit_bytes)
-        whole = not stream.read(1)
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(data, final=whole)
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{file}: not UTF-8 (byte {error.start})") from None
-    return data
+        while True:
+            left = PIECE_BYTES if limit_bytes is None else limit_bytes - (len(text) - before)
+            piece = stream.read(min(PIECE_BYTES, left))
+            # What the decoder waits for the rest of counts to the next piece.
+            start = len(text) - before - len(decoder.getstate()[0])
+            try:
+                decoder.decode(piece, final=not piece and left > 0)
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{file}: not UTF-8 (byte {start + error.start})") from None
+            if not piece:
+                return
+            text += piece

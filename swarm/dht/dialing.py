@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 import socket
@@ -20,6 +21,8 @@ from swarm.dht.addresses import PeerAddress
 from swarm.dht.peer_id import peer_id_of
 from swarm.errors import CannotJoin
 from swarm.ids import PeerId
+
+logger = logging.getLogger(__name__)
 
 _BACK_OFF = "no answer"
 """p2pd does not dial again so soon; what it said before was more precise."""
@@ -106,6 +109,7 @@ async def reach_any(
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_seconds
     results: dict[PeerAddress, str | None] = {}
+    told = False
     while True:
         left = max(0.5, deadline - loop.time())
         for address, reason in (await dial_all(p2p, addresses, min(5.0, left))).items():
@@ -117,6 +121,9 @@ async def reach_any(
         if hopeless or loop.time() + 0.5 >= deadline:
             lines = "; ".join(f"{address}: {reason}" for address, reason in results.items())
             raise CannotJoin(f"none of the addresses to join answers: {lines}")
+        if not told:
+            told = True
+            logger.info("no address to join answers yet; trying for %.0f s", timeout_seconds)
         await asyncio.sleep(0.5)
 
 

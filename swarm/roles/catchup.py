@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 
-from swarm.errors import BadReply, Refused, Retryable
+from swarm.errors import FAILURES, BadReply
 from swarm.ids import RunHash, SessionId
 from swarm.messages import Contact, StateHead, StateRequest
 from swarm.policy.deadlines import Limits
 from swarm.ports import Clock, Directory, Executor, Journal, Priority, StageCalls, StageModule
 from swarm.records import Lineage, PeerRecord, PeerState
+from swarm.roles.reducing import Reducing
 from swarm.roles.seat import Seat
 
 POLL_SECONDS = 1.0
@@ -26,6 +27,7 @@ class CatchUp:
         seat: Seat,
         module: StageModule,
         executor: Executor,
+        reducing: Reducing,
         directory: Directory,
         calls: StageCalls,
         clock: Clock,
@@ -36,6 +38,7 @@ class CatchUp:
         self._seat = seat
         self._module = module
         self._executor = executor
+        self._reducing = reducing
         self._directory = directory
         self._calls = calls
         self._clock = clock
@@ -57,11 +60,12 @@ class CatchUp:
                 try:
                     await self._fetch(donor)
                     return
-                except (Retryable, Refused) as error:
+                except (*FAILURES, TimeoutError) as error:
                     if donor.session not in told:  # it is asked again and again, for as long as its record lives
                         told.add(donor.session)
                         self._journal.record("donor_failed", peer=donor.peer, stage=self._seat.stage, reason=str(error))
             if not donors and self._seat.behind in (None, Lineage.root(self._run)):
+                await self._reducing.close()
                 await self._executor.run(Priority.CONTROL, self._start_over)
                 self._seat.behind = None
                 self._seat.set_state(PeerState.READY)
@@ -99,6 +103,7 @@ class CatchUp:
                 break
         if len(data) != head.total_bytes or digest.hexdigest() != head.digest:
             raise BadReply(f"the state broke off or is damaged ({len(data)} of {head.total_bytes} bytes)")
+        await self._reducing.close()  # nothing may read the sum that goes with the old parameters
         await self._executor.run(Priority.CONTROL, lambda: self._load(head, data))
         self._seat.behind = None
         self._seat.set_state(PeerState.READY)

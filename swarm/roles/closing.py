@@ -224,7 +224,7 @@ class StageClose:
             self._not_finite(close, {p for p, r in answered.items() if r is NOT_FINITE}, set(answered))
             return None
         result = self._agree(complete)
-        donors = tuple(close.members[p].contact for p, mark in complete.items() if mark == result)
+        donors = tuple(close.members[p].contact for p, mark in complete.items() if mark.digest == result.digest)
         await self._hand_over(close, complete, result, donors)
         return StageResult(
             commit=StageCommit(
@@ -298,5 +298,12 @@ class StageClose:
             except Refused:
                 self._roster.unready(member)
 
-        lacking = [m for p, m in close.members.items() if complete.get(p) != result and not m.health.suspected]
+        lacking = [
+            m for p, m in close.members.items() if _digest(complete.get(p)) != result.digest and not m.health.suspected
+        ]
         await asyncio.gather(*(adopt(m) for m in lacking))
+
+
+def _digest(mark: ReducedMark | None) -> Digest | None:
+    """Norms of the same bits may differ by the order in which they were summed."""
+    return None if mark is None else mark.digest

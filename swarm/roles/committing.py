@@ -50,6 +50,7 @@ class Committing:
             wanted = commit.stages[seat.stage]
             if not self._keeps(request, wanted):
                 await self._reducing.fetch_reduced(key, wanted.attempt, wanted.digest, request.donors)
+        await self._reducing.close()  # the update uses the sum's memory
         try:
             mark = await self._executor.run(Priority.CONTROL, lambda: self._apply(request))
         finally:

@@ -113,6 +113,7 @@ class Peer:
             seat=self.seat,
             module=module,
             executor=executor,
+            reducing=self.reducing,
             directory=directory,
             calls=calls,
             clock=clock,
@@ -196,7 +197,11 @@ class Peer:
         seat.follow(request.term)
         lineage = request.lineage
         if lineage is not None and seat.state is PeerState.READY and not seat.has_outrun(request.term, lineage):
-            away = lineage != seat.lineage and lineage.length != seat.lineage.length + 1
+            # One commit short of the lead's is sent that commit; more than one beyond it, the lead is in the wrong.
+            away = lineage != seat.lineage and lineage.length not in (
+                seat.lineage.length + 1,
+                *range(seat.lineage.length - 1),
+            )
             if request.distrust or away:
                 seat.fall_behind(lineage)
         return seat.report(self._executor.waiting, self.serving.lane.seconds_per_unit)

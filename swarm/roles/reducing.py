@@ -8,7 +8,7 @@ import math
 from functools import partial
 from typing import Any
 
-from swarm.errors import BadReply, BadRequest, Frozen, NotFinite, PeerFailed, ReduceFailed, Refused, Retryable
+from swarm.errors import FAILURES, BadReply, BadRequest, Frozen, NotFinite, PeerFailed, ReduceFailed
 from swarm.ids import Digest, PeerId
 from swarm.messages import (
     AdoptRequest,
@@ -22,7 +22,7 @@ from swarm.messages import (
     ReduceRequest,
     StepKey,
 )
-from swarm.policy.deadlines import Limits
+from swarm.policy.deadlines import Limits, transfer_deadline
 from swarm.ports import Averager, Clock, Executor, Journal, Priority, StageCalls, StageModule
 from swarm.roles.seat import Seat
 
@@ -78,10 +78,11 @@ class Reducing:
     async def reduce(self, request: ReduceRequest) -> ReduceReply:
         """Take part in an all-reduce.  The same request again joins the one that runs, or repeats its result."""
         await self._reach(request.key)
-        if self._running is None or self._running[0] != request:
-            if self._running is not None and self._later(self._running[0], request):
+        while self._running is not None and self._running[0] != request:
+            if self._later(self._running[0], request):
                 raise Frozen(f"attempt {request.attempt} is over, {self._running[0].attempt} is being reduced")
-            await self.close()
+            await self.close()  # another request may have begun meanwhile: looked at again
+        if self._running is None:
             self._running = (request, asyncio.create_task(self._reduce(request)))
         task = self._running[1]
         try:
@@ -178,10 +179,12 @@ class Reducing:
             if donor.peer == self._seat.contact.peer:
                 continue
             try:
-                data = await self._download(donor, key, digest)
+                async with asyncio.timeout(transfer_deadline(self._limits, self._module.gradient_bytes, 1.0)):
+                    data = await self._download(donor, key, digest)
+            except (*FAILURES, TimeoutError) as error:
+                problems.append(f"{donor.peer}: {str(error) or 'too slow'}")
+            else:
                 return await self._executor.run(Priority.CONTROL, partial(self._load, key, attempt, data))
-            except (Retryable, Refused) as error:
-                problems.append(f"{donor.peer}: {error}")
         raise PeerFailed("no donor gave the reduced gradient: " + ("; ".join(problems) or "there is none"))
 
     async def _download(self, donor: Contact, key: StepKey, digest: Digest) -> bytearray:

@@ -40,6 +40,8 @@ class Member:
     """Microbatches of the run that its stage owes to it; the screen shows the share."""
     distrusted: bool = False
     """It computed what others did not: told to fetch state when it is greeted next."""
+    doubts: int = 0
+    """How often it was found not to be what it said; tells an answer to a greeting that was overtaken."""
     greeted: Lineage | None = None
     """What its record said when it was greeted last."""
     told: Lineage | None = None
@@ -142,7 +144,7 @@ class Roster:
     def answered(self, member: Member) -> None:
         """A call was answered."""
         self.patience.success()
-        member.health.succeeded()
+        member.health.succeeded(self._clock.now())
 
     def distrust(self, member: Member, reason: str) -> None:
         """The peer differs from its group: no work until it has fetched state; none for long if that does not help."""
@@ -157,6 +159,7 @@ class Roster:
         """The peer refused as stale or draining: greeted again before it gets work."""
         member.state = PeerState.JOINING
         member.greeted = None
+        member.doubts += 1
         self.notify()
         self._wake.set()
 
@@ -252,6 +255,10 @@ class Roster:
         reason = f"it speaks protocol version {record.protocol}, this program {PROTOCOL_VERSION}"
         self._journal.record("other_version", peer=record.peer, stage=record.stage, reason=reason)
 
+    def may_greet(self, member: Member) -> bool:
+        """It is not left alone for a while."""
+        return not member.health.suspected or member.health.greet_due(self._clock.now())
+
     def _greet_due(self, member: Member) -> bool:
         if member.health.suspected:
             return member.health.greet_due(self._clock.now())
@@ -263,6 +270,7 @@ class Roster:
         """Ask a peer what it holds; None if it did not answer.  Raises Superseded if it follows a higher term."""
         if self.term is None:
             raise AssertionError("no term to greet with")
+        doubts = member.doubts
         greeting = Greeting(run=self._run, term=self.term, lineage=self.lineage, distrust=member.distrusted)
         was = (member.state, member.health.suspected)
         try:
@@ -273,11 +281,18 @@ class Roster:
             if first:
                 self._journal.record("peer_suspected", peer=member.peer, stage=member.stage, reason=str(error))
             return None
+        self.answered(member)
+        if member.doubts != doubts:
+            return report  # what it answered is older than the doubt about it: it is greeted again
         member.distrusted = False
         member.told = greeting.lineage
         member.took(report)
         member.greeted = member.lineage
-        self.answered(member)
+        if self.lineage is not None and member.lineage.length > self.lineage.length + 1:
+            self._journal.record(
+                "peer_ahead", peer=member.peer, stage=member.stage, version=member.lineage.length,
+                reason=f"this trainer leads version {self.lineage.length}; to go on from there, start it again",
+            )  # fmt: skip
         if was[0] is not PeerState.READY and member.state is PeerState.READY:
             self._journal.record("peer_joined", peer=member.peer, stage=member.stage, version=member.lineage.length)
         return report

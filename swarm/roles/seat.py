@@ -10,15 +10,13 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from swarm.errors import BadRequest, Draining, Stale, Superseded, TimedOut, WrongRun
+from swarm.errors import Draining, Stale, Superseded, TimedOut, WrongRun
 from swarm.ids import Digest, RunHash
 from swarm.messages import Contact, PeerReport, ReducedMark, StepKey
 from swarm.ports import Clock
 from swarm.records import NO_TERM, CommitRecord, Lineage, PeerState, Term
 from swarm.roles.stepbook import StepBook
 
-TERM_JUMP = 1_000_000
-"""By how much a term may exceed the last one: a stray number must not use up all that come after it."""
 TORN = Digest("f" * 64)
 """Chain of parameters that an update left half done; it ranks below every other of its length."""
 KEPT_COMMITS = 8
@@ -52,8 +50,6 @@ class Seat:
         """Adopt a higher term; raise Superseded on a lower one."""
         if term < self.term:
             raise Superseded(f"another trainer leads this run: term {term.number} is over", self.term.number)
-        if term.number > self.term.number + TERM_JUMP:
-            raise BadRequest(f"term {term.number} is too far beyond {self.term.number}")
         self.term = term
 
     def check_place(self, run: RunHash, stage: int) -> None:

@@ -107,6 +107,7 @@ class Serving:
         self._seat.check_place(request.key.run, request.key.stage)
         self._seat.follow(request.key.term)
         self._check_microbatch(request.microbatch)
+        await self._reducing.reopen(request.key, 0)  # a void under a new term opens a new book
 
         def job() -> VoidReply:
             book = self._seat.open_book(request.key, self._module.drop_gradient)

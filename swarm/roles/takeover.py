@@ -135,7 +135,7 @@ class Takeover:
             await self._clock.sleep(POLL_SECONDS)
 
     async def _greet_all(self) -> list[PeerReport]:
-        members = [m for stage in self._roster.stages for m in stage.values()]
+        members = [m for stage in self._roster.stages for m in stage.values() if self._roster.may_greet(m)]
         reports = await asyncio.gather(*(self._roster.greet(m) for m in members))
         return [report for report in reports if report is not None]
 
@@ -148,6 +148,8 @@ class Takeover:
         deadline = self._clock.now() + self._state_timeout_seconds
         while True:
             best = max((report.lineage for report in reports), key=lambda lineage: lineage.rank())
+            if self._logged and self._logged[-1].parent == best.chain:
+                best = best.after(self._logged[-1])  # decided, noted, and applied by nobody yet: it still can be
             history = self._history(best, reports)
             current = best.length >= self._committed and not self._contradicts(best)
             if history and current:
@@ -175,7 +177,7 @@ class Takeover:
         if parent.after(last) != best:
             return
         donors = [
-            tuple(m.contact for m in stage.values() if m.lineage == best and m.state is PeerState.READY)
+            tuple(m.contact for m in stage.values() if m.lineage in (best, parent) and m.state is PeerState.READY)
             for stage in self._roster.stages
         ]
         await lead.commit(last, parent, donors)

@@ -37,6 +37,9 @@ class Channels:
 
     async def get(self, endpoint: str) -> grpc.aio.Channel:
         """The channel to ``endpoint`` ("HOST:PORT").  Raises Unreachable if it is malformed, or after close()."""
+        if endpoint not in self._entries and len(self._entries) >= self._most:
+            await self._evict()
+        # Nothing is awaited from here on: what is returned is open, and only its user's turn can close it.
         if self._closed:
             raise Unreachable("the client is closed")
         entry = self._entries.get(endpoint)
@@ -48,8 +51,6 @@ class Channels:
                 raise Unreachable(str(error)) from None
             entry = self._entries[endpoint] = _Entry(grpc.aio.insecure_channel(target, options=self._options))
         self._entries.move_to_end(endpoint)
-        if len(self._entries) > self._most:
-            await self._evict(endpoint)
         return entry.channel
 
     def watch(self, endpoint: str, call: grpc.aio.Call) -> None:
@@ -64,7 +65,7 @@ class Channels:
             _, entry = self._entries.popitem()
             await entry.channel.close()
 
-    async def _evict(self, spared: str) -> None:
-        victim = next((key for key, entry in self._entries.items() if key != spared and entry.idle), None)
+    async def _evict(self) -> None:
+        victim = next((key for key, entry in self._entries.items() if entry.idle), None)
         if victim is not None:
             await self._entries.pop(victim).channel.close()

@@ -40,8 +40,11 @@ class Limits:
     """Forwards and backwards whose tensors may be on their way in at one time."""
     max_tensor_bytes: int = 1 << 30
     """Greatest tensor of any stage; the check of specs is narrower."""
+    silence_seconds: float = 10.0
+    """Longest wait for the next frame of a caller.  It sends them back to back, so this is the time of one frame (1 MiB)
+    where ``max_receiving`` calls share a link of 1.6 MB/s."""
     stall_seconds: float = 30.0
-    """Longest pause between two frames of one call, in either direction."""
+    """Longest wait until a caller has taken a frame of ours."""
     busy_retry_seconds: float = 0.25
     """What a caller over ``max_receiving`` is told: about the time of one transfer."""
 
@@ -135,8 +138,8 @@ class StageHandlers:
     async def _forward(self, context: Context) -> None:
         request: ForwardRequest
         async with asyncio.timeout(None) as limit:
+            first = await self._first(context)
             with self._receipt():
-                first = await self._first(context)
                 opening = heads.from_forward(first, self._limits.max_tensor_bytes)
                 self._admit("forward", opening, limit)
                 tensors = await payload.collect(first, opening.specs.values(), self._reader(context))
@@ -147,8 +150,8 @@ class StageHandlers:
     async def _backward(self, context: Context) -> None:
         request: BackwardRequest
         async with asyncio.timeout(None) as limit:
+            first = await self._first(context)
             with self._receipt():
-                first = await self._first(context)
                 opening = heads.from_backward(first, self._limits.max_tensor_bytes)
                 self._admit("backward", opening, limit)
                 tensors = await payload.collect(first, opening.specs.values(), self._reader(context))
@@ -159,7 +162,11 @@ class StageHandlers:
 
     @contextmanager
     def _receipt(self) -> Iterator[None]:
-        """Hold one of the places of calls that are being received.  Raises Busy if all are taken."""
+        """Hold one of the places of calls that are being received.  Raises Busy if all are taken.
+
+        Only for a call whose first frame is here, so that silence takes no place.  There is no share per connection:
+        a trainer makes all of its calls over one, and a hostile client opens as many as it likes.
+        """
         if self._receiving >= self._limits.max_receiving:
             raise Busy(self._limits.busy_retry_seconds)
         self._receiving += 1
@@ -183,16 +190,22 @@ class StageHandlers:
 
     def _reader(self, context: Context) -> payload.Reader:
         async def read() -> bytes | None:
-            async with asyncio.timeout(self._limits.stall_seconds):
-                message: object = await context.read()
+            try:
+                async with asyncio.timeout(self._limits.silence_seconds):
+                    message: object = await context.read()
+            except TimeoutError:
+                raise TimedOut(f"no frame came within {self._limits.silence_seconds:g} s") from None
             return message if isinstance(message, bytes) else None
 
         return read
 
     async def _write(self, context: Context, messages: Iterator[bytes]) -> None:
         for message in messages:
-            async with asyncio.timeout(self._limits.stall_seconds):
-                await context.write(message)
+            try:
+                async with asyncio.timeout(self._limits.stall_seconds):
+                    await context.write(message)
+            except TimeoutError:
+                raise TimedOut(f"a frame was not taken within {self._limits.stall_seconds:g} s") from None
 
     # --- state and gradients ------------------------------------------------------
 

@@ -17,7 +17,11 @@ Reader = Callable[[], Awaitable[bytes | None]]
 
 
 def outgoing(meta: pb.Frame, tensors: tuple[TensorData, ...]) -> Iterator[bytes]:
-    """Frames of one message.  What fits in one chunk travels with the head; more waits for the head to be accepted."""
+    """Frames of one message.  What fits in one chunk travels with the head; more follows in frames of its own.
+
+    Nothing waits for an answer to the head: a refusal comes amid the data, and flow control bounds what was sent till
+    then.
+    """
     total = sum(len(tensor.data) for tensor in tensors)
     if total <= CHUNK_BYTES:
         yield frames.encode(meta, b"".join(tensor.data for tensor in tensors))

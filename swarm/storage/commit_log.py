@@ -77,16 +77,23 @@ class FileCommitLog:
         self._commits.append(commit)
 
     def _load(self) -> None:
+        """Raises UsageError naming the file if more of it is damaged than a crash in the middle of a line explains."""
         good = 0
-        data = self._path.read_bytes()
-        for line in data.splitlines(keepends=True):
+        try:
+            lines = self._path.read_bytes().splitlines(keepends=True)
+        except OSError as error:
+            raise UsageError(f"{self._path}: cannot be read: {error.strerror}") from None
+        for number, line in enumerate(lines, 1):
             try:
-                if not line.endswith(b"\n"):
-                    raise ValueError("torn")
                 commit = CommitRecord.from_json(line.decode())
             except (ValueError, KeyError, TypeError) as error:
-                _log.warning("%s: cut off after step %d: %s", self._path, len(self._commits) - 1, error)
+                if number < len(lines) or line.endswith(b"\n"):
+                    raise UsageError(f"{self._path}: line {number} is damaged: {error}; move the file away") from None
+                _log.warning("%s: the last line was torn by a crash; its commit is with the peers", self._path)
                 os.truncate(self._path, good)
                 return
+            if not line.endswith(b"\n"):  # whole, but for the end of the line
+                with self._path.open("ab") as file:
+                    file.write(b"\n")
             good += len(line)
             self._commits.append(commit)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -44,8 +46,25 @@ class Event:
         return Event(time_seconds=float(raw["time_seconds"]), kind=str(raw["kind"]), fields=dict(raw["fields"]))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Subscriber:
+    callback: Callable[[Event], None]
+    loop: asyncio.AbstractEventLoop | None
+    thread: int
+
+    def tell(self, event: Event) -> None:
+        if self.loop is None or threading.get_ident() == self.thread:
+            self.callback(event)
+            return
+        try:
+            self.loop.call_soon_threadsafe(self.callback, event)
+        except RuntimeError:
+            if not self.loop.is_closed():  # closed: the subscriber is gone with it
+                raise
+
+
 class EventJournal:
-    """Implements :class:`swarm.ports.Journal`.  Use it from one thread.
+    """Implements :class:`swarm.ports.Journal`.  Use it from any thread.
 
     ``path``: JSON lines are appended there, each flushed to the kernel at once, so that SIGKILL loses nothing.  Raises
     UsageError if it cannot be opened.  If it cannot be written later (disk full), the run goes on without the file:
@@ -59,7 +78,9 @@ class EventJournal:
         self._now_seconds = now_seconds
         self._began_seconds = now_seconds()
         self._events: deque[Event] = deque(maxlen=keep)
-        self._subscribers: list[Callable[[Event], None]] = []
+        self._subscribers: tuple[_Subscriber, ...] = ()
+        self._lock = threading.Lock()
+        """Held while an event gets its time and its place; never while subscribers are called."""
         self._path = path
         self._file = _open(path) if path is not None else None
         if self._file is not None:
@@ -77,22 +98,39 @@ class EventJournal:
     @property
     def events(self) -> tuple[Event, ...]:
         """The last ``keep`` events, oldest first."""
-        return tuple(self._events)
+        with self._lock:
+            return tuple(self._events)
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
-        """Have ``callback`` called with each further event, at once, in the recorder's own call."""
-        self._subscribers.append(callback)
+        """Have ``callback`` called with each further event.
+
+        One that subscribes inside an event loop is called in the loop's thread: at once, in the recorder's own call,
+        or in a later turn of the loop for what another thread records.  Any other is called at once by the recorder.
+        """
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            loop = None
+        subscriber = _Subscriber(callback=callback, loop=loop, thread=threading.get_ident())
+        with self._lock:
+            self._subscribers = (*self._subscribers, subscriber)
 
     def record(self, kind: str, **fields: Value) -> None:
         """Note an event of now."""
-        event = Event(time_seconds=self._now_seconds() - self._began_seconds, kind=kind, fields=fields)
-        self._events.append(event)
-        self._write(event)
-        for callback in self._subscribers:
-            callback(event)
+        with self._lock:
+            event = Event(time_seconds=self._now_seconds() - self._began_seconds, kind=kind, fields=fields)
+            self._events.append(event)
+            self._write(event)
+            subscribers = self._subscribers
+        for subscriber in subscribers:
+            subscriber.tell(event)
 
     def close(self) -> None:
         """Close the file; events recorded later stay in memory only."""
+        with self._lock:
+            self._close_file()
+
+    def _close_file(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             file.close()
@@ -105,7 +143,7 @@ class EventJournal:
         except OSError as error:
             self.file_error = f"{self._path}: {error.strerror or error}"
             _log.error("the journal goes on without its file: %s", self.file_error)
-            self.close()
+            self._close_file()
 
 
 def _open(path: Path) -> IO[bytes]:

@@ -106,13 +106,6 @@ def choice(name: str, value: int, of: dict[int, V]) -> V:
     return of[value]
 
 
-def given(name: str, message: T, is_given: bool) -> T:
-    """A sub-message that must be there."""
-    if not is_given:
-        raise BadRequest(f"{name}: missing")
-    return message
-
-
 def many(name: str, values: Iterable[T], most: int, check: Callable[[str, T], V]) -> tuple[V, ...]:
     """Every entry of a list of at most ``most``; the length is checked first."""
     if isinstance(values, Sized) and len(values) > most:

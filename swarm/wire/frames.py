@@ -14,7 +14,7 @@ from google.protobuf.message import DecodeError
 
 from swarm.errors import BadRequest
 from swarm.tensors import Buffer
-from swarm.wire.scan import MALFORMED, Field, scan
+from swarm.wire.scan import Field, scan
 from swarm.wire.v1 import stage_pb2 as pb
 
 CHUNK_BYTES = 1 << 20
@@ -46,21 +46,18 @@ def encode(meta: pb.Frame | None, data: Buffer) -> bytes:
 
 
 def decode(message: bytes) -> Frame:
-    """Parse one frame; ``data`` is a view into ``message``.  Raises BadRequest on malformed bytes."""
+    """Parse one frame; ``data`` is a view into ``message``.
+
+    Raises BadRequest on malformed bytes, too many fields, and what no writer of ours sends: groups, data twice.
+    """
     view = memoryview(message)
     found = _find_data(view)
+    rest = message[: found.begin] + message[found.stop :]
     try:
-        if found is None:
-            # Something rare or wrong: protobuf itself decides which.
-            whole = pb.Frame.FromString(message)
-            data = memoryview(whole.data)
-            whole.ClearField("data")
-            return Frame(meta=whole, data=data)
-        rest = message[: found.begin] + message[found.stop :]
-        data = view[found.start : found.stop]
-        return Frame(meta=pb.Frame.FromString(rest) if rest else None, data=data)
+        meta = pb.Frame.FromString(rest) if rest else None
     except DecodeError:
         raise BadRequest("frame: malformed protobuf") from None
+    return Frame(meta=meta, data=view[found.start : found.stop])
 
 
 def chunks(data: Buffer) -> Iterator[memoryview]:
@@ -70,20 +67,15 @@ def chunks(data: Buffer) -> Iterator[memoryview]:
         yield view[start : start + CHUNK_BYTES]
 
 
-def _find_data(view: memoryview) -> Field | None:
-    """The data field; an empty one of no place if there is none.
-
-    None if the message has groups, several data fields or anything wrong.  Raises BadRequest on too many fields.
-    """
+def _find_data(view: memoryview) -> Field:
+    """The data field; an empty one of no place if there is none.  All fields are counted before any is parsed."""
     found: Field | None = None
     for index, field in enumerate(scan(view)):
         if index >= MAX_FIELDS:
             raise BadRequest(f"frame: more than {MAX_FIELDS} fields")
-        if field.wire_type == MALFORMED:
-            return None
         if field.number == _DATA_FIELD and field.wire_type == 2:
             if found is not None:
-                return None
+                raise BadRequest("frame: data twice")
             found = field
     return found or _NOWHERE
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-MALFORMED = 6
-"""Not a wire type of protobuf: the rest of the message cannot be scanned (or has groups, which nobody sends)."""
+from swarm.errors import BadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +23,10 @@ class Field:
 
 
 def scan(view: memoryview) -> Iterator[Field]:
-    """Fields in order.  Ends with one of wire type MALFORMED where the message cannot be followed further."""
+    """Fields in order.  Raises BadRequest where the message cannot be followed: malformed, or a group.
+
+    Groups are legal protobuf that no message of ours has; an unseen one would hide all that follows it.
+    """
     position, size = 0, len(view)
     while position < size:
         begin = position
@@ -38,15 +40,17 @@ def scan(view: memoryview) -> Iterator[Field]:
         elif wire_type in (1, 5):
             position += 8 if wire_type == 1 else 4
         else:
-            position = size + 1
+            raise BadRequest("malformed protobuf, or a group")
         if position > size:
-            yield Field(0, MALFORMED, begin, size, size)
-            return
+            raise BadRequest("malformed protobuf")
         yield Field(tag >> 3, wire_type, begin, start, position)
 
 
 def more_fields_than(data: bytes, most: int) -> bool:
-    """Whether ``data`` has more top-level fields.  Time and memory are bounded by ``most``."""
+    """Whether ``data`` has more top-level fields.  Time and memory are bounded by ``most``.
+
+    Raises BadRequest if it cannot be told.
+    """
     if len(data) <= 2 * most:
         return False
     return any(index >= most for index, _ in enumerate(scan(memoryview(data))))
@@ -60,4 +64,4 @@ def _varint(view: memoryview, position: int, most: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, position + index + 1
-    return MALFORMED, len(view) + 1
+    return 0, len(view) + 1
