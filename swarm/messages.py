@@ -162,7 +162,7 @@ class FreezeRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FreezeReply:
-    """What this life of the peer holds for the step, and how long its gradients took to compute."""
+    """What this life of the peer holds for the step."""
 
     session: SessionId
     held: tuple[HeldMicrobatch, ...]

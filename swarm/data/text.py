@@ -73,6 +73,8 @@ def _read(path: str | None, pattern: str, default_cap_bytes: int) -> bytearray:
     text = bytearray()
     try:
         for file in _files(root, pattern, default=path is None):
+            if path is None and len(text) >= default_cap_bytes:
+                break
             _append(file, text, default_cap_bytes - len(text) if path is None else None)
     except OSError as error:
         raise UsageError(f"{error.filename or root}: {error.strerror or error}") from None

@@ -204,8 +204,9 @@ async def _listening_p2p(
     client: bool,
 ) -> P2P:
     if client:
+        # Nobody dials it.  But only of who listens somewhere can others tell that the identity is in use.
         return await create_p2p(
-            sockets.path, identity_path=str(identity.path), dht_mode="client", no_listen=True, host_maddrs=()
+            sockets.path, identity_path=str(identity.path), dht_mode="client", host_maddrs=["/ip4/127.0.0.1/tcp/0"]
         )
     bindable = Endpoint(host=listen.host, port=_bindable_port(listen))
     announce = None

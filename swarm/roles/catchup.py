@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+from collections.abc import AsyncIterator
 
-from swarm.errors import FAILURES, BadReply
+from swarm.errors import FAILURES, BadReply, TimedOut
 from swarm.ids import RunHash, SessionId
 from swarm.messages import Contact, StateHead, StateRequest
-from swarm.policy.deadlines import Limits
+from swarm.policy.deadlines import Limits, transfer_deadline
 from swarm.ports import Clock, Directory, Executor, Journal, Priority, StageCalls, StageModule
 from swarm.records import Lineage, PeerRecord, PeerState
 from swarm.roles.reducing import Reducing
 from swarm.roles.seat import Seat
+from swarm.tensors import Buffer
 
 POLL_SECONDS = 1.0
 """Between two looks for a donor."""
-LARGEST_STATE_BYTES = 1 << 40
+STATE_PER_GRADIENT = 8
+"""Greatest state per byte of gradient: parameters and two moments are 3, in float32."""
+STATE_SLACK_BYTES = 1 << 20
+"""What a state may have beside that."""
+DIGEST_BYTES_PER_SECOND = 5e7
+"""Of gradient: how fast a busy donor copies and digests its state before it answers."""
 
 
 class CatchUp:
@@ -92,17 +100,17 @@ class CatchUp:
         contact = Contact(peer=donor.peer, session=donor.session, endpoint=donor.endpoint)
         started = self._clock.now()
         request = StateRequest(run=self._run, stage=self._seat.stage)
-        head, chunks = await self._calls.fetch_state(contact, request, self._limits.reduce_floor_seconds)
-        if not 0 <= head.total_bytes <= LARGEST_STATE_BYTES:
-            raise BadReply(f"a state of {head.total_bytes} bytes")
-        data, digest = bytearray(), hashlib.sha256()
-        async for chunk in chunks:
-            data += chunk
-            digest.update(chunk)
-            if len(data) > head.total_bytes:
-                break
-        if len(data) != head.total_bytes or digest.hexdigest() != head.digest:
-            raise BadReply(f"the state broke off or is damaged ({len(data)} of {head.total_bytes} bytes)")
+        pause = self._limits.reduce_floor_seconds + self._module.gradient_bytes / DIGEST_BYTES_PER_SECOND
+        head, chunks = await self._calls.fetch_state(contact, request, pause)
+        most = STATE_PER_GRADIENT * self._module.gradient_bytes + STATE_SLACK_BYTES
+        if not 0 <= head.total_bytes <= most:
+            raise BadReply(f"a state of {head.total_bytes} bytes, more than the {most} of any of this stage")
+        seconds = transfer_deadline(self._limits, head.total_bytes, 1.0)
+        try:
+            async with asyncio.timeout(seconds):
+                data = await _collect(head, chunks)
+        except TimeoutError:
+            raise TimedOut(f"a state of {head.total_bytes} bytes did not come within {seconds:.0f} s") from None
         await self._reducing.close()  # nothing may read the sum that goes with the old parameters
         await self._executor.run(Priority.CONTROL, lambda: self._load(head, data))
         self._seat.behind = None
@@ -128,3 +136,16 @@ class CatchUp:
         except ValueError as error:
             raise BadReply(f"the state does not fit: {error}") from None
         self._seat.replace(head.lineage, head.commits)
+
+
+async def _collect(head: StateHead, chunks: AsyncIterator[Buffer]) -> bytearray:
+    """All of a state.  Raises BadReply if it is not what ``head`` says."""
+    data, digest = bytearray(), hashlib.sha256()
+    async for chunk in chunks:
+        data += chunk
+        digest.update(chunk)
+        if len(data) > head.total_bytes:
+            break
+    if len(data) != head.total_bytes or digest.hexdigest() != head.digest:
+        raise BadReply(f"the state broke off or is damaged ({len(data)} of {head.total_bytes} bytes)")
+    return data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from swarm.errors import BadRequest
-from swarm.ids import Digest
 from swarm.messages import ApplyRequest, StateMark
 from swarm.policy.deadlines import Limits
 from swarm.ports import Clock, Executor, Journal, Priority, StageModule
@@ -71,25 +70,23 @@ class Committing:
 
     def _apply(self, request: ApplyRequest) -> StateMark:
         seat, commit = self._seat, request.commit
-        if not self._was_last(request):
+        if self._was_last(request):
+            squared_norm = self._module.squared_norm()
+        else:
             seat.confirm(request.key)
             if not self._keeps(request, commit.stages[seat.stage]):
                 raise BadRequest("the reduced gradient kept is not the commit's")
             try:
-                self._module.apply(commit.step, commit.clip_factor)
+                squared_norm = self._module.apply(commit.step, commit.clip_factor)
             except BaseException:
                 seat.torn()
                 self._module.drop_gradient()
                 raise
             seat.advance(commit)
             self._journal.record("applied", stage=seat.stage, step=commit.step, version=seat.lineage.length)
-        return self._mark(request.digest)
-
-    def _mark(self, with_digest: bool) -> StateMark:
-        digest: Digest | None = self._module.digest() if with_digest else None
         return StateMark(
-            lineage=self._seat.lineage,
-            squared_norm=self._module.squared_norm(),
-            digest=digest,
+            lineage=seat.lineage,
+            squared_norm=squared_norm,
+            digest=self._module.digest() if request.digest else None,
             numeric_class=self._numeric_class,
         )

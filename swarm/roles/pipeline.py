@@ -119,6 +119,8 @@ class Pipeline:
             self._exclude(passage.microbatch)
 
     def _exclude(self, microbatch: MicrobatchId) -> None:
+        if microbatch in self._ledger.excluded:
+            return  # by another stage, at the same time
         self._ledger.excluded.add(microbatch)
         self._counts.excluded += 1
         self._journal.record("excluded", step=self._lineage.length, microbatch=microbatch)
@@ -224,7 +226,7 @@ class Pipeline:
             return reply
 
         units = self._units(stage)
-        if has_graph and stage != self._last_stage:
+        if has_graph:
             member.lane.given_up(BACKWARD_UNITS)  # reserved by the forward; counted as a call from here on
             try:
                 return await self._call(member, units, lambda seconds: send(seconds, False))
@@ -369,10 +371,13 @@ class Pipeline:
 
     def _producer(self, passage: Passage, stage: int) -> Member | None:
         """The peer that ran the forward, if it can still be asked."""
-        peer = passage.producers.get(stage)
-        if peer is None or peer in self._ledger.fenced[stage]:
+        member = self._roster.stages[stage].get(passage.producers.get(stage, PeerId("")))
+        if member is None:
             return None
-        return next((m for m in self._roster.eligible(stage) if m.peer == peer), None)
+        if member.peer not in self._ledger.fenced[stage] and member in self._roster.eligible(stage):
+            return member
+        member.lane.given_up(BACKWARD_UNITS)  # the backward that its forward reserved goes elsewhere
+        return None
 
     def _head(self, passage: Passage, stage: int, try_number: int, attempt: int, seconds: float) -> MicrobatchCall:
         return MicrobatchCall(
