@@ -4,6 +4,7 @@ import json
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -14,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 from hivemind.averaging.partition import AllreduceException
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 
 from swarm.averaging.averager import ButterflyAverager, group_id
-from swarm.averaging.exact_allreduce import ExactAllReduce
+from swarm.averaging.exact_allreduce import LARGEST_PART_BYTES, ExactAllReduce
 from swarm.averaging.groups import PREFIX, Groups
 from swarm.averaging.part_sums import PartSums
 from swarm.averaging.part_wire import decode_part, encode_part
@@ -292,6 +294,46 @@ def test_a_cancelled_member_reads_its_gradient_no_more_and_the_others_fail_in_ti
     asyncio.run(scenario())
 
 
+class Watched(torch.Tensor):
+    """A gradient that is copied from its device when the test says so, and knows by which thread."""
+
+    copying = threading.Event()
+    go = threading.Event()
+    reader: int | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cpu:
+            cls.reader = threading.get_ident()
+            cls.copying.set()
+            assert cls.go.wait(5)
+            cls.reader = None
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.fast
+def test_the_loop_goes_on_while_a_gradient_is_copied_and_a_cancelled_member_waits_for_the_copy() -> None:
+    async def scenario() -> None:
+        async with group_of(1) as group:
+            request = reduce_request(group.peers, [4])
+            Watched.copying.clear()
+            Watched.go.clear()
+            task = asyncio.create_task(group.averagers[0].reduce(request, torch.ones(10).as_subclass(Watched)))
+            assert await asyncio.to_thread(Watched.copying.wait, 5)
+            assert Watched.reader != threading.get_ident()
+            for _ in range(3):  # impatience does not help
+                task.cancel()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            assert not task.done()
+            Watched.go.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert Watched.reader is None
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.fast
 def test_the_deadline_holds() -> None:
     async def scenario() -> None:
@@ -314,6 +356,7 @@ def test_the_same_attempt_is_not_made_twice() -> None:
             await group.outcomes(request, sums)
             with pytest.raises(ReduceFailed, match="already"):
                 await group.averagers[0].reduce(request, sums[0])
+            assert not group.averagers[0]._groups._running
 
     asyncio.run(scenario())
 
@@ -405,6 +448,59 @@ def test_a_stranger_is_turned_away_and_the_group_is_undisturbed() -> None:
             assert await answers(group.nodes[2], group.nodes[0], knock) == [averaging_pb2.BAD_GROUP_ID]
 
     asyncio.run(scenario())
+
+
+@pytest.mark.fast
+def test_a_strangers_early_streams_leave_room_for_members() -> None:
+    async def scenario() -> None:
+        async with group_of(2) as group:
+            sums = gradients(2, 100)
+            request = reduce_request(group.peers, [1, 2])
+            groups = group.averagers[0]._groups
+            own, member = (node.p2p.peer_id for node in group.nodes)
+            stranger = PeerID(b"a stranger")
+            knocks = [asyncio.create_task(knock(groups, own, stranger, bytes([n % 256, n // 256]))) for n in range(300)]
+            turned_away, waiting = await asyncio.wait(knocks, timeout=0.1)
+            assert {task.result() for task in turned_away} == {averaging_pb2.BAD_GROUP_ID}
+            other = asyncio.create_task(group.averagers[1].reduce(request, sums[1]))
+            while member not in groups._early:  # noqa: ASYNC110 - it counts, and tells nobody
+                await asyncio.sleep(0)
+            results = [await group.averagers[0].reduce(request, sums[0]), await other]
+            assert len({digest(result) for result in results}) == 1
+            assert len(waiting) < 10
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+            assert not groups._early
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.fast
+def test_a_large_first_message_is_not_kept() -> None:
+    async def scenario() -> None:
+        groups = Groups(early_seconds=30.0)
+        message = averaging_pb2.AveragingData(
+            group_id=b"g", tensor_part=runtime_pb2.Tensor(buffer=bytes(LARGEST_PART_BYTES + 4096))
+        )
+        async with asyncio.timeout(5):
+            code = await knock(groups, PeerID(b"me"), PeerID(b"a stranger"), b"g", message)
+        assert code == averaging_pb2.BAD_GROUP_ID
+
+    asyncio.run(scenario())
+
+
+async def knock(
+    groups: Groups, own: PeerID, sender: PeerID, group: bytes, message: averaging_pb2.AveragingData | None = None
+) -> int:
+    """The code that a stream for ``group`` is answered with."""
+
+    async def stream() -> AsyncIterator[averaging_pb2.AveragingData]:
+        yield averaging_pb2.AveragingData(group_id=group) if message is None else message
+
+    context = P2PContext(handle_name="rpc_aggregate_part", local_id=own, remote_id=sender)
+    (code,) = [int(answer.code) async for answer in groups.rpc_aggregate_part(stream(), context)]
+    return code
 
 
 async def answers(sender: SwarmNode, to: SwarmNode, message: averaging_pb2.AveragingData) -> list[int]:

@@ -10,7 +10,16 @@ import pytest
 
 from swarm.errors import BadRequest, Frozen, StateLost
 from swarm.ids import Digest, MicrobatchId, PeerId
-from swarm.messages import BackwardRequest, Contact, MicrobatchCall, StepKey
+from swarm.messages import (
+    BackwardRequest,
+    Contact,
+    Greeting,
+    GroupMember,
+    MicrobatchCall,
+    ReduceRequest,
+    StepKey,
+    VoidRequest,
+)
 from swarm.ports import Draw
 from swarm.records import Lineage, PeerState, Term
 from swarm.roles.stepbook import StepBook
@@ -578,3 +587,68 @@ def test_a_trainer_goes_beyond_whatever_term_it_finds() -> None:
         assert seat.term.number > 900_000
 
     play((1, 1), then=then)
+
+
+def test_a_commit_that_was_noted_and_applied_by_nobody_is_completed() -> None:
+    cut_off = [True]
+
+    def lose_applies(call: Call) -> Fate | None:
+        lost = cut_off[0] and call.kind == "apply" and call.request.key.step == 1
+        return Fate(lose_request=True) if lost else None
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        first = asyncio.create_task(swarm.make_trainer().run(STEPS))
+        await until(swarm, lambda: len(swarm.log.commits) == 2)
+        first.cancel()
+        await asyncio.wait({first})
+        assert {life.peer.seat.lineage.length for life in swarm.peers.values()} == {1}
+        cut_off[0] = False
+        await train(swarm)
+        assert swarm.log.commits[1].term.number < swarm.log.commits[2].term.number
+
+    play((2, 2), lose_applies, then=then)
+
+
+def test_a_lead_that_is_behind_turns_nobody_back() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 3)
+        peer = swarm.peers[PeerId("p00")].peer
+        behind = Greeting(run=swarm.config.hash, term=Term(99, PeerId("late")), lineage=Lineage.root(swarm.config.hash))
+        assert (await peer.greet(behind)).lineage.length == 3
+        assert peer.seat.state is PeerState.READY
+
+    play((1,), then=then)
+
+
+def test_a_new_term_ends_the_reduce_that_reads_the_sum() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        await train(swarm, 1)
+        life = swarm.peers[PeerId("p00")]
+        old = StepKey(run=swarm.config.hash, stage=0, term=Term(50, PeerId("a")), lineage=life.peer.seat.lineage)
+        members = tuple(
+            GroupMember(contact=each.node.contact, microbatches=(), tokens=0) for each in swarm.peers.values()
+        )
+        request = ReduceRequest(key=old, attempt=0, members=members, total_tokens=1, deadline_seconds=60.0)
+        reducing = asyncio.create_task(life.peer.reduce(request))
+        await asyncio.sleep(1.0)
+        new = replace(old, term=Term(51, PeerId("b")))
+        await life.peer.void(VoidRequest(key=new, microbatch=MicrobatchId(0), below_try=1))
+        with pytest.raises(Frozen):
+            await reducing
+
+    play((2,), then=then)
+
+
+def test_a_doubt_that_comes_up_during_a_greeting_stays() -> None:
+    async def then(swarm: SimulatedSwarm) -> None:
+        trainer = swarm.make_trainer()
+        await trainer.run(1)
+        member = trainer.roster.stages[0][PeerId("p00")]
+        greeting = asyncio.create_task(trainer.roster.greet(member))
+        await asyncio.sleep(0.001)
+        trainer.roster.distrust(member, "its norm is another")
+        await greeting
+        assert member.distrusted
+        assert member not in trainer.roster.eligible(0)
+
+    play((2,), then=then)

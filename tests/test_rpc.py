@@ -272,7 +272,7 @@ def test_a_fetcher_that_stops_reading_does_not_hold_the_donor() -> None:
         async with served(stage, Limits(stall_seconds=0.2)) as (calls, to):
             _, data = await calls.fetch_state(to, StateRequest(run=RUN, stage=1), 10)
             await stage.closed.wait()
-            with pytest.raises(TimedOut):
+            with pytest.raises(TimedOut, match="a frame was not taken within 0.2 s"):
                 async for _ in data:
                     pass
 
@@ -675,6 +675,33 @@ def test_idle_channels_are_closed_when_there_are_many() -> None:
         assert first.get_state() is grpc.ChannelConnectivity.SHUTDOWN
         assert await channels.get("127.0.0.1:1") is not first
         await channels.close()
+
+    run(main())
+
+
+def test_a_client_closed_while_room_is_made_makes_no_channel() -> None:
+    class Slow(grpc.aio._channel.Channel):  # type: ignore[name-defined, misc]
+        """A channel whose close takes until it is let go."""
+
+        def __init__(self) -> None:
+            self.closing, self.go = asyncio.Event(), asyncio.Event()
+
+        async def close(self, grace: float | None = None) -> None:
+            self.closing.set()
+            await self.go.wait()
+
+    async def main() -> None:
+        channels, slow = Channels(most=1), Slow()
+        await channels.get("127.0.0.1:1")
+        await channels._entries["127.0.0.1:1"].channel.close()
+        channels._entries["127.0.0.1:1"].channel = slow
+        late = asyncio.create_task(channels.get("127.0.0.1:2"))
+        await slow.closing.wait()
+        await channels.close()
+        slow.go.set()
+        with pytest.raises(Unreachable, match="closed"):
+            await late
+        assert not channels._entries
 
     run(main())
 

@@ -261,14 +261,37 @@ def test_a_message_over_the_limit_is_not_taken() -> None:
 def test_a_client_that_sends_no_more_loses_its_place() -> None:
     async def main() -> None:
         stage = EchoStage()
-        async with served(stage, Limits(max_receiving=1, stall_seconds=0.2)) as (calls, to), raw(to) as channel:
+        async with served(stage, Limits(max_receiving=1, silence_seconds=0.2)) as (calls, to), raw(to) as channel:
             stream: Bytes = channel.stream_stream(path("Forward"))
-            slow = stream(metadata=call_metadata(to))
-            await slow.write(frames.encode(HEAD, b""))
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await slow.read()
-            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            for sent in ([], [frames.encode(HEAD, b"")]):
+                slow = stream(metadata=call_metadata(to))
+                for message in sent:
+                    await slow.write(message)
+                with pytest.raises(grpc.aio.AioRpcError, match="no frame came within 0.2 s") as caught:
+                    await slow.read()
+                assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             assert (await calls.forward(to, GOOD)).data == DATA
+
+    run(main())
+
+
+@pytest.mark.parametrize("method", ["Forward", "Backward"])
+def test_silent_streams_take_no_place(method: str) -> None:
+    async def main() -> None:
+        stage = EchoStage()
+        async with served(stage, Limits(max_receiving=4)) as (_, to), raw(to) as channel:
+            stream: Bytes = channel.stream_stream(path(method))
+            silent = [stream(metadata=call_metadata(to)) for _ in range(16)]
+            # Of one connection, so they have begun at the server when it answers what came after them.
+            health: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
+            for _ in range(3):
+                await health(b"")
+            forward: Bytes = channel.stream_stream(path("Forward"))
+            reply = await forward(iter([frames.encode(HEAD, DATA)]), metadata=call_metadata(to)).read()
+            assert isinstance(reply, bytes)
+            assert frames.decode(reply).data == DATA
+            for one in silent:
+                one.cancel()
 
     run(main())
 

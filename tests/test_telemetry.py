@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
@@ -12,6 +13,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +67,56 @@ def test_subscribers_see_each_event_at_once() -> None:
     journal.subscribe(lambda event: seen.append(event.kind))
     journal.record("after")
     assert seen == ["after"]
+
+
+def test_a_subscriber_in_a_loop_is_called_in_its_thread() -> None:
+    async def main() -> None:
+        journal, seen = EventJournal(), asyncio.Queue[tuple[str, int]]()
+        journal.subscribe(lambda event: seen.put_nowait((event.kind, threading.get_ident())))
+        journal.record("here")
+        assert seen.get_nowait() == ("here", threading.get_ident())
+        await asyncio.to_thread(journal.record, "there")
+        assert await seen.get() == ("there", threading.get_ident())
+
+    asyncio.run(main())
+
+
+def test_a_subscriber_whose_loop_is_over_harms_nobody() -> None:
+    journal = EventJournal()
+    seen: list[str] = []
+
+    async def main() -> None:
+        journal.subscribe(lambda event: seen.append(event.kind))
+
+    asyncio.run(main())
+    thread = threading.Thread(target=journal.record, args=("late",))
+    thread.start()
+    thread.join()
+    assert [event.kind for event in journal.events] == ["late"]
+    assert seen == []
+
+
+def test_events_of_several_threads_are_whole_and_in_the_order_of_their_times(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with EventJournal(path=path) as journal:
+            threads = [
+                threading.Thread(target=lambda: [journal.record("e", text="x" * 200) for _ in range(500)])
+                for _ in range(4)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(journal.events) == 2000
+    for events in (journal.events, read_events(path)[1:]):
+        times = [event.time_seconds for event in events]
+        assert len(times) == 2000
+        assert times == sorted(times)
 
 
 def test_the_file_holds_all_lives_and_is_strict_json(tmp_path: Path) -> None:

@@ -142,13 +142,22 @@ def test_frames_are_protobuf(tensors: list[TensorSpec], data: bytes, keep: bool)
     ).map(b"".join)
 )
 def test_any_bytes_mean_what_protobuf_takes_them_for(message: bytes) -> None:
+    """Or they are refused: groups and data that comes twice always are."""
     try:
         expected = pb.Frame.FromString(message)
     except DecodeError:
         with pytest.raises(BadRequest):
             frames.decode(message)
         return
-    frame = frames.decode(message)
+    try:
+        frame = frames.decode(message)
+    except BadRequest as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+    if refusal:
+        assert refusal in ("malformed protobuf, or a group", "frame: data twice")
+        return
     found = pb.Frame() if frame.meta is None else frame.meta
     assert frame.data == expected.data
     expected.ClearField("data")
@@ -160,6 +169,19 @@ def test_a_frame_of_too_many_fields_is_not_parsed() -> None:
     assert len(frames.decode(b"\x2a\x00" * frames.MAX_FIELDS).meta.tensors) == frames.MAX_FIELDS  # type: ignore[union-attr]
     with pytest.raises(BadRequest, match="more than"):
         frames.decode(b"\x2a\x00" * (frames.MAX_FIELDS + 1))
+
+
+@pytest.mark.parametrize("rare", [b"\x7b\x7c", b"\x32\x01x\x32\x01x", b"\x32\x00\x32\x00", b"\x7e"])
+def test_nothing_rare_hides_the_fields_behind_it(rare: bytes) -> None:
+    """An empty group, data twice, an unknown wire type: each once made the count of fields end early."""
+    with pytest.raises(BadRequest):
+        frames.decode(rare)
+    with pytest.raises(BadRequest):
+        frames.decode(rare + b"\x2a\x00" * (frames.MAX_FIELDS + 1))
+    members = rare[:2] + b"\x1a\x00" * 100_000
+    if rare[0] != 0x32:
+        with pytest.raises(BadRequest, match="malformed protobuf"):
+            control.REDUCE.decode(members)
 
 
 def test_lists_are_as_long_as_allowed_and_no_longer() -> None:

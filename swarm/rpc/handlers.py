@@ -41,8 +41,8 @@ class Limits:
     max_tensor_bytes: int = 1 << 30
     """Greatest tensor of any stage; the check of specs is narrower."""
     silence_seconds: float = 10.0
-    """Longest wait for the next frame of a caller.  It sends them back to back, so this is the time of one frame (1 MiB)
-    where ``max_receiving`` calls share a link of 1.6 MB/s."""
+    """Longest wait for the next frame of a caller.  It sends them back to back, so this is the time of one frame
+    (1 MiB) where ``max_receiving`` calls share a link of 1.7 MB/s."""
     stall_seconds: float = 30.0
     """Longest wait until a caller has taken a frame of ours."""
     busy_retry_seconds: float = 0.25

@@ -12,6 +12,8 @@ from typing import TextIO
 
 _COLOURS = {logging.WARNING: "\033[33m", logging.ERROR: "\033[31m", logging.CRITICAL: "\033[31m"}
 _RESET = "\033[0m"
+_NAMES = {logging.WARNING: "WARNING"}
+"""hivemind renames this level for the whole process."""
 
 LIBRARIES = ("hivemind", "grpc", "asyncio", "matplotlib", "PIL")
 """Loggers that speak up from WARNING only."""
@@ -74,7 +76,7 @@ class LineFormatter(logging.Formatter):
             text += "\n" + self.formatException(record.exc_info)
         body = "".join(c if c.isprintable() else " | " if c == "\n" else f"\\x{ord(c):02x}" for c in text)
         stamp = time.strftime("%H:%M:%S", time.localtime(record.created))
-        level = record.levelname
+        level = _NAMES.get(record.levelno, record.levelname)
         if self._colours and record.levelno in _COLOURS:
             level = f"{_COLOURS[record.levelno]}{level}{_RESET}"
         return f"{stamp}.{int(record.msecs):03d} {level} {record.name}: {body}"
