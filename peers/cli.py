@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     peer.add_argument("--stage", type=int, metavar="N", help="default: the stage with the least throughput")
     peer.add_argument("--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="default: %(default)s")
     peer.add_argument("--announce", metavar="HOST:PORT", help="what others dial, if it is not --listen")
+    _dht_place(peer, "default: the host of --listen and any free port", "default: the host of --announce")
     peer.add_argument(
         "--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1; default: cuda if there is one"
     )
@@ -113,6 +114,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _run_file(train)
     _join(train)
+    _dht_place(train, "default: nowhere, for the trainer needs nobody to dial it", "default: --dht-listen")
     train.add_argument("--steps", type=_positive(int), metavar="N", help="committed steps in all; default: total_steps")
     train.add_argument("--state-dir", type=Path, metavar="DIR", help="default: ~/.local/state/swarm/NAME-HASH")
     train.add_argument(
@@ -162,6 +164,11 @@ def _join(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _dht_place(command: argparse.ArgumentParser, listen: str, announce: str) -> None:
+    command.add_argument("--dht-listen", metavar="HOST:PORT", help=f"of the DHT and the all-reduce; {listen}")
+    command.add_argument("--dht-announce", metavar="HOST:PORT", help=f"what others dial for these; {announce}")
+
+
 def _run_file(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run's config (docs/config.md)")
     for flag, (key, kind) in _OVERRIDES.items():
@@ -202,8 +209,10 @@ def guarded(main: Callable[[], ExitCode]) -> ExitCode:
     except Fatal as error:
         print(f"swarm: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:
-        return ExitCode.FAILED
+    except OSError as error:
+        if _is_of_the_machine(error):
+            return _explain_machine(error)
+        raise
     except BaseExceptionGroup as group:
         return _explain(group)
 
@@ -216,7 +225,23 @@ def _explain(group: BaseExceptionGroup[BaseException]) -> ExitCode:
             return error.exit_code
     if group.subgroup(KeyboardInterrupt) is not None:
         return ExitCode.INTERRUPTED
+    leaves = list(_leaves(group))
+    if all(_is_of_the_machine(error) for error in leaves) and isinstance(leaves[0], OSError):
+        return _explain_machine(leaves[0])
     logging.getLogger(__name__).error("unforeseen", exc_info=group)
+    return ExitCode.FAILED
+
+
+def _is_of_the_machine(error: BaseException) -> bool:
+    # asyncio's own TimeoutError is an OSError as well, but has no number.
+    return isinstance(error, OSError) and error.errno is not None
+
+
+def _explain_machine(error: OSError) -> ExitCode:
+    """Disk full, file gone: one line.  Of a reader that has gone away (``| head``) nothing is said."""
+    if not isinstance(error, BrokenPipeError):
+        where = f"{error.filename}: " if error.filename is not None else ""
+        print(f"swarm: {where}{error.strerror or error}", file=sys.stderr)
     return ExitCode.FAILED
 
 

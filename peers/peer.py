@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from peers import life
 from peers.clock import MonotonicClock
+from peers.dht_place import DhtPlace, parse_dht_place
 from peers.find_run import find_run
 from peers.reachability import is_reachable
 from swarm import PROTOCOL_VERSION
@@ -49,6 +50,7 @@ class PeerOptions:
     join: tuple[str, ...]
     listen: Endpoint
     announce: Endpoint | None
+    dht: DhtPlace
     run: str | None
     stage: int | None
     device: str
@@ -65,10 +67,14 @@ class PeerOptions:
         """Raises UsageError."""
         if options.stage is not None and options.stage < 0:
             raise UsageError(f"--stage {options.stage}: stages are numbered from 0")
+        join = tuple(str(address) for address in parse_join(options.join))
+        listen = parse_listen(options.listen)
+        announce = parse_announce(options.announce) if options.announce is not None else None
         return PeerOptions(
-            join=tuple(str(address) for address in parse_join(options.join)),
-            listen=parse_listen(options.listen),
-            announce=parse_announce(options.announce) if options.announce is not None else None,
+            join=join,
+            listen=listen,
+            announce=announce,
+            dht=parse_dht_place(options, listen, announce) or DhtPlace(listen=listen),
             run=options.run,
             stage=options.stage,
             device=options.device,
@@ -105,8 +111,10 @@ class PeerProgram:
         node = await start_node(
             identity_path=self.options.identity,
             join=self.options.join,
-            listen_host=self.options.listen.host,
-            announce_host=self.options.announce.host if self.options.announce else None,
+            listen_host=self.options.dht.listen.host,
+            port=self.options.dht.listen.port,
+            announce_host=self.options.dht.announce_host,
+            announce_port=self.options.dht.announce_port,
             socket_root=self.options.socket_root,
         )
         try:
@@ -143,9 +151,7 @@ class PeerProgram:
         _log.info("takes stage %d: %s", fitting[index], reason.replace(f"stage {index}", f"stage {fitting[index]}"))
         return fitting[index]
 
-    async def _serve(
-        self, node: SwarmNode, directory: Directory, config: RunConfig, stage: int, device: str
-    ) -> None:
+    async def _serve(self, node: SwarmNode, directory: Directory, config: RunConfig, stage: int, device: str) -> None:
         from swarm.averaging.averager import ButterflyAverager
         from swarm.roles.peer import Peer
         from swarm.rpc.client import GrpcStageCalls

@@ -5,16 +5,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peers import life
 from peers.clock import MonotonicClock
+from peers.dht_place import DhtPlace, parse_dht_place
 from peers.peer import check_protocol
 from peers.steps import steps_of
+from peers.summary import in_words, microbatches_in_words
 from peers.views import view_of
 from swarm.config import RunConfig, load
 from swarm.dht.addresses import parse_join
@@ -32,12 +37,17 @@ from swarm.telemetry.report import Failure, Microbatches, Report, ensure_writabl
 from swarm.telemetry.screen import Screen
 from swarm.telemetry.words import describe
 
+if TYPE_CHECKING:
+    from swarm.dht.node import SwarmNode
+
 QUIET = frozenset({"step", "view", "applied", "voided", "retried", "fenced", "peer_joined", "stage_empty"})
 """Events that the screen does not list: too many, or shown otherwise."""
 VIEW_SECONDS = 0.5
 FAILURE_KINDS = frozenset(
     {"peer_lost", "peer_suspected", "peer_diverged", "not_finite", "gradient_not_finite", "attempt_failed"}
 )
+
+_log = logging.getLogger("swarm.train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +56,8 @@ class TrainOptions:
 
     config: RunConfig
     join: tuple[str, ...]
+    dht: DhtPlace | None = None
+    """Where to listen as a full DHT node; without, this one is a client, whom nobody has to dial."""
     steps: int
     state_dir: Path
     state_timeout_seconds: float
@@ -66,6 +78,7 @@ class TrainOptions:
         return TrainOptions(
             config=config,
             join=tuple(str(address) for address in parse_join(options.join)),
+            dht=parse_dht_place(options),
             steps=steps_of(config, options.steps),
             state_dir=options.state_dir or default_folder(config),
             state_timeout_seconds=options.state_timeout,
@@ -91,7 +104,6 @@ class TrainProgram:
         self._clock = MonotonicClock()
         self._began = time.monotonic()
         self._pace = Pace(began_seconds=self._began)
-        self._done_before = 0
 
     def make_calls(self, calls: StageCalls) -> StageCalls:
         """Calls to peers."""
@@ -101,14 +113,13 @@ class TrainProgram:
         """Train; write the report also when the run ends early with an error."""
         from swarm.data.text import TextBatches
         from swarm.dht.directory import HivemindDirectory
-        from swarm.dht.node import start_node
         from swarm.rpc.client import GrpcStageCalls
 
         options, config = self.options, self.options.config
         batches = await asyncio.to_thread(TextBatches, config)
         folder = TrainerFolder(options.state_dir, config)
         log = FileCommitLog(folder.commits)
-        node = await start_node(identity_path=folder.identity, join=options.join, socket_root=options.socket_root)
+        node = await self._join(folder.identity)
         calls = GrpcStageCalls(check_finite=True, max_tensor_bytes=largest_tensor_bytes(config))
         try:
             directory = HivemindDirectory(node)
@@ -135,18 +146,43 @@ class TrainProgram:
             await node.close()
             self.journal.close()
 
+    async def _join(self, identity: Path) -> SwarmNode:
+        from swarm.dht.node import start_node
+
+        options = self.options
+        if options.dht is None:
+            return await start_node(
+                identity_path=identity, join=options.join, client=True, socket_root=options.socket_root
+            )
+        return await start_node(
+            identity_path=identity,
+            join=options.join,
+            listen_host=options.dht.listen.host,
+            port=options.dht.listen.port,
+            announce_host=options.dht.announce_host,
+            announce_port=options.dht.announce_port,
+            socket_root=options.socket_root,
+        )
+
     async def _train(self, trainer: Trainer, screen: Screen) -> None:
         if not self.options.journal_views:
             self.journal.subscribe(lambda event: _show(screen, event))
         self.journal.subscribe(self._began_to_lead)
-        showing = asyncio.create_task(self._show_views(trainer, screen), name="screen")
+        ended = asyncio.Event()
+        showing = asyncio.create_task(self._show_views(trainer, screen, ended), name="screen")
         try:
-            await trainer.run(self.options.steps)
-        finally:
-            showing.cancel()
-            await asyncio.wait({showing})
-            self._note_view(trainer, screen)
-            self._report(trainer, screen)
+            try:
+                await trainer.run(self.options.steps)
+            finally:
+                ended.set()
+                await asyncio.wait({showing})
+        except BaseException:
+            try:
+                self._conclude(trainer, screen)
+            except Exception:  # noqa: BLE001 - whatever it is, how the run ended matters more
+                _log.exception("and the report failed")
+            raise
+        self._conclude(trainer, screen)
 
     # --- screen and report --------------------------------------------------------------
 
@@ -157,10 +193,19 @@ class TrainProgram:
     def _stepped(self, commit: CommitRecord) -> None:
         self._pace.step(time.monotonic(), sum(commit.tokens))
 
-    async def _show_views(self, trainer: Trainer, screen: Screen) -> None:
-        while True:
+    async def _show_views(self, trainer: Trainer, screen: Screen, ended: asyncio.Event) -> None:
+        """Until ``ended``.  The screen is a comfort: if it fails, that is logged, and training goes on."""
+        try:
+            while not ended.is_set():
+                self._note_view(trainer, screen)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(VIEW_SECONDS):
+                        await ended.wait()
             self._note_view(trainer, screen)
-            await asyncio.sleep(VIEW_SECONDS)
+        except OSError as error:
+            _log.warning("the run is not shown any more: %s", error)
+        except Exception:  # noqa: BLE001 - the root of a task
+            _log.exception("the run is not shown any more")
 
     def _note_view(self, trainer: Trainer, screen: Screen) -> None:
         view = view_of(self.options.config, trainer, self._pace, self.options.steps, time.monotonic())
@@ -168,16 +213,23 @@ class TrainProgram:
         if self.options.journal_views:
             self.journal.record("view", view=json.dumps(asdict(view)))
 
-    def _report(self, trainer: Trainer, screen: Screen) -> None:
-        if self.options.report is None or trainer.progress.lineage is None:
+    def _conclude(self, trainer: Trainer, screen: Screen) -> None:
+        """Write the report, and say what the run came to even if that fails.  Raises UsageError or RunFailed."""
+        if trainer.progress.lineage is None:
             return
+        screen.close()
         report = self.report(trainer)
-        report.write(self.options.report)
-        if not self.options.journal_views:
-            picture = self.options.report.with_suffix(".png")
-            losses = [float("nan") if loss is None else loss for loss in report.losses]
-            plot_losses(picture, losses, title=self.options.config.run.name)
-            screen.event(f"report: {self.options.report}, plot: {picture}")
+        lines = [in_words(report, made=len(trainer.progress.step_seconds)), microbatches_in_words(report)]
+        try:
+            if self.options.report is not None:
+                picture = self.options.report.with_suffix(".png")
+                report.write(self.options.report)
+                if not self.options.journal_views:
+                    plot_losses(picture, report.losses, title=self.options.config.run.name)
+                lines.append(f"report: {self.options.report}, plot: {picture}")
+        finally:
+            if not self.options.journal_views:
+                print("\n".join(lines), flush=True)
 
     def report(self, trainer: Trainer) -> Report:
         """What this process did; the losses are those of the whole run as far as they are known."""
@@ -199,8 +251,8 @@ class TrainProgram:
                 for stage in range(self.options.config.model.stage_count)
             ),
             failures=tuple(failures_of(self.journal.events)),
-            parameter_norms=tuple(stage[0][1].squared_norm ** 0.5 for stage in marks if stage),
-            parameter_digest=tuple(stage[0][1].digest or "" for stage in marks if stage),
+            parameter_norms=tuple(stage[0][1].squared_norm ** 0.5 if stage else None for stage in marks),
+            parameter_digest=tuple((stage[0][1].digest or "") if stage else "" for stage in marks),
         )
 
 

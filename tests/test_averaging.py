@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import hashlib
 import json
 import struct
@@ -262,7 +263,7 @@ def test_a_late_member_is_waited_for() -> None:
             late = group.averagers[2]
             early = [asyncio.create_task(group.averagers[index].reduce(request, sums[index])) for index in (0, 1)]
             async with asyncio.timeout(PATIENCE_SECONDS):
-                while late._groups._early < 2:  # noqa: ASYNC110 - until both others knock at its door
+                while late._groups._early.total() < 2:  # noqa: ASYNC110 - until both others knock at its door
                     await asyncio.sleep(0)
             results = [await late.reduce(request, sums[2]), *[await task for task in early]]
             assert len({digest(result) for result in results}) == 1
@@ -308,7 +309,7 @@ class Watched(torch.Tensor):
             cls.copying.set()
             assert cls.go.wait(5)
             cls.reader = None
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.fast
@@ -410,6 +411,8 @@ def test_a_member_of_weight_0_may_send_no_values() -> None:
 
 
 @pytest.mark.fast
+# Nor when the call is cancelled while the connection opens, as those to a banned member are.
+@pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_hostile_member_costs_the_attempt_and_nothing_else() -> None:
     async def scenario() -> None:
         async with group_of(3) as group:
@@ -429,6 +432,7 @@ def test_a_hostile_member_costs_the_attempt_and_nothing_else() -> None:
             assert len({digest(result) for result in results}) == 1
 
     asyncio.run(scenario())
+    gc.collect()  # here, and not in a later test
 
 
 @pytest.mark.fast

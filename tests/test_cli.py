@@ -5,6 +5,7 @@ bacalhau-project/bacalhau#64, ipfs/kubo#3296, learning-at-home/hivemind#428.
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import signal
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from peers.cli import run
+from peers.cli import guarded, run
 from swarm.errors import ExitCode
 
 TINY = "examples/tiny.toml"
@@ -137,6 +138,10 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "unknown option of reference": (["reference", TINY, "--peers", "1"], "--peers"),
     "a cut-off option is not guessed": (["peer", "--join", CLOSED, "--stag", "1"], "--stag"),
     "stage in words": (["peer", "--join", CLOSED, "--stage", "first"], "'first'"),
+    "dht address": (["peer", "--join", CLOSED, "--dht-listen", "node7"], "--dht-listen 'node7': the port is missing"),
+    "dht of a trainer": ([*TRAIN, "--steps", "1", "--dht-listen", "x:1"], "--dht-listen 'x:1': "),
+    "dht announced": (["peer", "--join", CLOSED, "--dht-listen", "[::]:1", "--dht-announce", "x"], "--dht-announce 'x'"),
+    "dht announced only": (["peer", "--join", CLOSED, "--dht-announce", "x:1"], "--dht-announce needs --dht-listen"),
     "negative stage": (["peer", "--join", CLOSED, "--stage", "-1"], "--stage -1: stages are numbered from 0"),
     "no threads": (["peer", "--join", CLOSED, "--threads", "0"], "'0' is no positive whole number"),
     "memory in words": (["peer", "--join", CLOSED, "--max-memory", "lots"], "'lots' is no size; examples: 512M, 8G"),
@@ -299,6 +304,49 @@ def test_a_bootstrap_prints_one_address_and_ends_when_told_to(number: int, expec
         process.send_signal(number)
         out, err = process.communicate(timeout=20)
         assert (process.returncode, out, err) == (expected, "", "")
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "/data/x")
+GONE = BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FULL, "swarm: /data/x: No space left on device\n"),
+        (ExceptionGroup("tasks", [ExceptionGroup("more", [FULL])]), "swarm: /data/x: No space left on device\n"),
+        (OSError(errno.EMFILE, "Too many open files"), "swarm: Too many open files\n"),
+        (GONE, ""),
+        (ExceptionGroup("tasks", [GONE]), ""),
+    ],
+)
+def test_what_the_machine_lacks_is_one_line(
+    error: Exception, said: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails() -> ExitCode:
+        raise error
+
+    assert guarded(fails) == ExitCode.FAILED
+    assert capsys.readouterr().err == said
+    assert caplog.records == []
+
+
+@pytest.mark.fast
+def test_other_errors_keep_their_trace(caplog: pytest.LogCaptureFixture) -> None:
+    """Of asyncio's TimeoutError, which is an OSError as well, a line would say nothing."""
+
+    def late() -> ExitCode:
+        raise TimeoutError
+
+    def several() -> ExitCode:
+        raise ExceptionGroup("tasks", [FULL, KeyError("x")])
+
+    with pytest.raises(TimeoutError):
+        guarded(late)
+    assert guarded(several) == ExitCode.FAILED
+    (record,) = caplog.records
+    assert record.exc_info is not None
 
 
 @pytest.mark.fast

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,11 @@ from swarm.dht.node import SwarmNode, start_node
 from swarm.dht.payload import RUNS_KEY, Gone, decode, encode, key_of, peers_key
 from swarm.dht.socket_folder import SocketFolder
 from swarm.dht.validation import MAX_VALUE_BYTES, SignedRecordValidator, key_bytes
-from swarm.errors import CannotJoin, UsageError
+from swarm.endpoints import is_endpoint
+from swarm.errors import BadRequest, CannotJoin, UsageError
 from swarm.ids import Digest, PeerId, RunHash, SessionId
 from swarm.records import LeadRecord, Lineage, PeerRecord, PeerState, Term
+from swarm.wire import fields
 
 pytestmark = pytest.mark.fast
 
@@ -116,12 +118,16 @@ def test_payloads_round_trip(identity: Identity) -> None:
         {"endpoint": "host:0"},
         {"endpoint": "host:99999"},
         {"endpoint": "a" * 400 + ":1"},
+        {"endpoint": "[/x]a:80"},
+        {"endpoint": "unix:/run/x:80"},
+        {"endpoint": "fe80::1:80"},
+        {"endpoint": "[fe80::1]"},
         {"session": "x"},
         {"run": "b"},
         {"forward_seconds": float("nan")},
         {"forward_seconds": -1.0},
         {"queue": -1},
-        {"numeric_class": "x" * 300},
+        {"numeric_class": "x" * 129},
         {"numeric_class": "\x1b[2J"},
         {"peer": "QmcZf59bWwK5XFi76CZX8cbJ4BhTzzA3gU1ZjYZcYW3dwt"},
         {"lineage": Lineage(generation=-1, length=0, chain=Digest("a" * 64))},
@@ -144,6 +150,26 @@ def test_numbers_and_ids_out_of_range_are_malformed(identity: Identity, changes:
 def test_junk_is_malformed(text: str) -> None:
     with pytest.raises(ValueError):
         decode(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["h:1", "[fe80::1]:31337", "a_b.c-d:65535", "[/x]a:80", "unix:x:1", "h:0", "h:65536", ""]
+)
+def test_the_wire_takes_the_same_endpoints(identity: Identity, text: str) -> None:
+    def taken(check: Callable[[], object], refusal: type[Exception]) -> bool:
+        try:
+            check()
+        except refusal:
+            return False
+        return True
+
+    record = encode(peer_record(identity.peer_id, endpoint=text))
+    verdicts = {
+        is_endpoint(text),
+        taken(lambda: decode(record), ValueError),
+        taken(lambda: fields.endpoint("endpoint", text), BadRequest),
+    }
+    assert len(verdicts) == 1
 
 
 def test_own_records_and_configs_are_valid(identity: Identity, tmp_path: Path) -> None:
@@ -401,6 +427,21 @@ def test_a_second_process_with_the_same_identity_is_refused_and_the_first_undist
             await HivemindDirectory(again).announce(peer_record(again.peer_id, queue=1))
             assert [record.queue for record in await HivemindDirectory(a).peers(RUN, 0)] == [1]
             await again.close()
+
+    asyncio.run(scenario())
+
+
+def test_the_identity_of_a_client_is_in_use_as_well(tmp_path: Path) -> None:
+    path, copy = tmp_path / "identity", tmp_path / "copy"
+
+    async def scenario() -> None:
+        async with nodes(2) as (a, b):
+            first = await start_node(identity_path=path, join=a.addresses, client=True)
+            shutil.copy(path, copy)
+            for join in (a.addresses, b.addresses):
+                with pytest.raises(CannotJoin, match=f"identity {copy} is in use: another living process"):
+                    await start_node(identity_path=copy, join=join, client=True)
+            await first.close()
 
     asyncio.run(scenario())
 

@@ -10,7 +10,7 @@ import pytest
 
 from swarm import PROTOCOL_VERSION
 from swarm.errors import Busy, TimedOut
-from swarm.ids import PeerId, RunHash, SessionId
+from swarm.ids import Digest, PeerId, RunHash, SessionId
 from swarm.messages import Contact, GradientRequest, ReducedMark, StateRequest
 from swarm.policy.deadlines import LAN, WAN, transfer_deadline
 from swarm.records import Lineage, PeerRecord, PeerState
@@ -152,7 +152,7 @@ def test_a_state_that_is_too_large_or_too_slow_is_given_up(stage: EchoStage, rea
             stage=0,
             endpoint=liar.endpoint,
             state=PeerState.READY,
-            lineage=Lineage(generation=0, length=3, chain="cd" * 32),
+            lineage=Lineage(generation=0, length=3, chain=Digest("cd" * 32)),
             forward_seconds=0.1,
             queue=0,
             numeric_class="simulated",

@@ -51,6 +51,9 @@ asyncio.run(main())
 """A port of the outside that leads to another one inside, as a router's."""
 
 
+DIAL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)"
+
+
 @dataclass
 class Networks:
     """Two network namespaces joined by a cable, and the programs in them."""
@@ -116,6 +119,10 @@ class Outcome:
     serving: dict[str, Event]
     """By the peer's name: what it said when it began to serve."""
     status: dict[str, Any]
+    dht_port_is_open: bool
+    """The one that a peer was told to take, seen from the other network."""
+    double: subprocess.CompletedProcess[bytes]
+    """A second trainer with the state of the first, on the other network."""
     logs: dict[str, str]
 
     def peer(self, name: str) -> PeerId:
@@ -165,6 +172,16 @@ def test_nobody_waits_for_an_address_where_nothing_listens(outcome: Outcome) -> 
     assert _status_of(outcome, "wildcard")["reachable"] is True
 
 
+def test_the_dht_port_can_be_fixed(outcome: Outcome) -> None:
+    assert outcome.dht_port_is_open
+
+
+def test_a_copy_of_the_trainer_elsewhere_is_refused(outcome: Outcome) -> None:
+    """Although nobody can dial a trainer, its identity is known to be in use."""
+    assert outcome.double.returncode == ExitCode.CANNOT_JOIN, outcome.double.stderr.decode()
+    assert b"is in use: another living process of this swarm is" in outcome.double.stderr
+
+
 def _train(networks: Networks) -> Outcome:
     folder = networks.folder
     config = run_file(folder, stages=2)
@@ -184,6 +201,7 @@ def _train(networks: Networks) -> Outcome:
     start_peer("proxied", "--stage", "0", "--listen", "0.0.0.0:44000", "--announce", f"{PEERS_HOST}:{PROXIED_PORT}")
     start_peer("nowhere", "--stage", "1", "--listen", "0.0.0.0:45000", "--announce", f"{PEERS_HOST}:{UNUSED_PORT}")
     far = ("--stage", "0", "--listen", "0.0.0.0:46000", "--announce", f"{TRAINER_HOST}:46000")
+    far += ("--dht-listen", "0.0.0.0:47000", "--dht-announce", f"{TRAINER_HOST}:47000")
     start_peer("far", *far, namespace=networks.trainer)  # its all-reduces with the other go over the cable
     trainer = networks.start(
         networks.trainer, "trainer", "-m", "peers", "train", str(config), "--join", address, "--steps", str(STEPS),
@@ -193,6 +211,12 @@ def _train(networks: Networks) -> Outcome:
     # The stage is served by nobody but the one that cannot be reached, until the trainer has tried that.
     _until(lambda: [event for event in _events(folder, "trainer") if event.kind == "peer_suspected"])
     _until(lambda: [event for event in _events(folder, "far") if event.kind == "serving"])
+    dht_port_is_open = networks.call(networks.peers, "-c", DIAL, TRAINER_HOST, "47000").returncode == 0
+    shutil.copytree(folder / "state", folder / "copied")
+    double = networks.call(
+        networks.peers, "-m", "peers", "train", str(config), "--join", address, "--steps", str(STEPS),
+        "--state-dir", str(folder / "copied"),
+    )  # fmt: skip
     start_peer("wildcard", "--stage", "1", "--listen", f"0.0.0.0:{OWN_PORT}")
     exit_code = trainer.wait(START_SECONDS)
     status = networks.call(networks.trainer, "-m", "peers", "status", "--join", address, "--json")
@@ -204,6 +228,8 @@ def _train(networks: Networks) -> Outcome:
         events=_events(folder, "trainer"),
         serving={name: _serving(folder, name) for name in names},
         status=json.loads(status.stdout),
+        dht_port_is_open=dht_port_is_open,
+        double=double,
         logs={name: networks.log(name) for name in (*names, "trainer")},
     )
 

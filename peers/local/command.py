@@ -11,6 +11,7 @@ from peers import life
 from peers.local.children import Children
 from peers.local.launcher import LocalSwarm
 from peers.local.options import LocalOptions
+from peers.summary import in_words, microbatches_in_words
 from swarm.errors import ExitCode, RunFailed
 from swarm.telemetry.journal import Event
 from swarm.telemetry.plot import plot_losses
@@ -91,14 +92,10 @@ def _write(options: LocalOptions, swarm: LocalSwarm, report: Report, verdict: di
 
 
 def _summarise(swarm: LocalSwarm, report: Report, verdict: dict[str, Any] | None) -> None:
-    losses = [loss for loss in report.losses if loss is not None]
-    fell = f", loss {losses[0]:.3f} -> {losses[-1]:.3f}" if losses else ""
-    print(f"{report.steps} steps in {report.wall_seconds:.0f} s, {report.tokens_per_second or 0:.0f} tokens/s{fell}")
-    counts = report.microbatches
+    print(in_words(report))
     print(
-        f"peers killed {len(swarm.kill_steps)}, started on the way {swarm.started_on_the_way}; microbatches "
-        f"{counts.completed} completed, {counts.retried} retried, {counts.repaired} repaired, "
-        f"{counts.excluded} excluded"
+        f"peers killed {len(swarm.kill_steps)}, started on the way {swarm.started_on_the_way}; "
+        f"{microbatches_in_words(report)}"
     )
     if verdict is not None:
         same = "equals" if verdict["ok"] else "DIFFERS FROM"

@@ -61,9 +61,9 @@ def parse_join(values: Sequence[str]) -> tuple[PeerAddress, ...]:
     return tuple(found)
 
 
-def parse_listen(value: str) -> Endpoint:
+def parse_listen(value: str, option: str = "--listen") -> Endpoint:
     """Read ``--listen HOST:PORT``: an IP address of this machine; port 0 takes a free one.  Raises UsageError."""
-    option, example = "--listen", "0.0.0.0:31337"
+    example = "0.0.0.0:31337"
     host, port = _split(option, value, example)
     if host == "localhost":
         host = "127.0.0.1"
@@ -72,9 +72,9 @@ def parse_listen(value: str) -> Endpoint:
     return Endpoint(host=host, port=_port(option, value, port, example, lowest=0))
 
 
-def parse_announce(value: str) -> Endpoint:
+def parse_announce(value: str, option: str = "--announce") -> Endpoint:
     """Read ``--announce HOST:PORT``: what others dial, an IP address or a DNS name.  Raises UsageError."""
-    option, example = "--announce", "node7.example.org:31337"
+    example = "node7.example.org:31337"
     host, port = _split(option, value, example)
     _check_dialable(option, value, host, example)
     return Endpoint(host=host, port=_port(option, value, port, example, lowest=1))
@@ -176,6 +176,8 @@ def _port(option: str, value: str, text: str, example: str, *, lowest: int) -> i
 def _check_dialable(option: str, value: str, host: str, example: str) -> None:
     if is_wildcard(host):
         raise _wrong(option, value, f"{host} is no address that others can dial", example)
+    if "%" in host:
+        raise _wrong(option, value, f"the zone of {host!r} means nothing on other machines", example)
     if _ip(host) is None and not _is_name(host):
         raise _wrong(option, value, f"{host!r} is neither an IP address nor a host name", example)
 

@@ -35,6 +35,9 @@ RPC_SECONDS = 3.0
 
 _WARN_PERIOD_SECONDS = 60.0
 _REMEMBERED = 32
+_NOWHERE = "/ip4/100.64.0.1/tcp/1"
+"""What a client announces: nobody is to dial it, but only who has an address is found when others ask for an identity.
+A name of this ending never has one (RFC 6761)."""
 _CLOCKS = re.compile(r"local: ([0-9.]+), peer: ([0-9.]+)")
 
 logger = logging.getLogger(__name__)
@@ -204,9 +207,12 @@ async def _listening_p2p(
     client: bool,
 ) -> P2P:
     if client:
-        # Nobody dials it.  But only of who listens somewhere can others tell that the identity is in use.
         return await create_p2p(
-            sockets.path, identity_path=str(identity.path), dht_mode="client", host_maddrs=["/ip4/127.0.0.1/tcp/0"]
+            sockets.path,
+            identity_path=str(identity.path),
+            dht_mode="client",
+            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
+            announce_maddrs=[_NOWHERE],
         )
     bindable = Endpoint(host=listen.host, port=_bindable_port(listen))
     announce = None

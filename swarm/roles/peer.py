@@ -108,7 +108,7 @@ class Peer:
             stages=config.model.stage_count,
             numeric_class=numeric_class,
         )
-        self.donation = Donation(seat=self.seat, module=module, executor=executor)
+        self.donation = Donation(seat=self.seat, module=module, executor=executor, limits=limits)
         self.catchup = CatchUp(
             seat=self.seat,
             module=module,

@@ -73,9 +73,9 @@ class Report(_Part):
     """[stage][step]: sequences in the gradient that was applied."""
     failures: tuple[Failure, ...]
     parameter_norms: tuple[Figure, ...]
-    """One for each stage."""
+    """One for each stage; null where no peer could tell."""
     parameter_digest: tuple[str, ...]
-    """SHA-256 in hex, one for each stage."""
+    """SHA-256 in hex, one for each stage; empty where no peer could tell."""
     verify: Verification | None = None
 
     def write(self, path: Path) -> None:
