@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "stage in words": (["peer", "--join", CLOSED, "--stage", "first"], "'first'"),
     "dht address": (["peer", "--join", CLOSED, "--dht-listen", "node7"], "--dht-listen 'node7': the port is missing"),
     "dht of a trainer": ([*TRAIN, "--steps", "1", "--dht-listen", "x:1"], "--dht-listen 'x:1': "),
-    "dht announced": (["peer", "--join", CLOSED, "--dht-listen", "[::]:1", "--dht-announce", "x"], "--dht-announce 'x'"),
+    "dht announced": (["peer", "--join", CLOSED, "--dht-listen", "[::]:1", "--dht-announce", "x"], "announce 'x'"),
     "dht announced only": (["peer", "--join", CLOSED, "--dht-announce", "x:1"], "--dht-announce needs --dht-listen"),
     "negative stage": (["peer", "--join", CLOSED, "--stage", "-1"], "--stage -1: stages are numbered from 0"),
     "no threads": (["peer", "--join", CLOSED, "--threads", "0"], "'0' is no positive whole number"),

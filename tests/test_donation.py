@@ -67,7 +67,7 @@ def test_a_state_is_digested_and_sent_in_pieces() -> None:
         assert head.total_bytes == len(BIG) + 4
         assert head.digest == hashlib.sha256(BIG + b"tail").hexdigest()
         assert max(map(len, pieces)) == CHUNK_BYTES
-        assert executor.jobs == 1 + 3 + 1  # the copy, three pieces of the large buffer, one of the small
+        assert executor.jobs == 1 + 3  # the copy, three pieces of the large buffer, the small one beside the last
 
     run(main())
 

@@ -121,8 +121,6 @@ class Outcome:
     status: dict[str, Any]
     dht_port_is_open: bool
     """The one that a peer was told to take, seen from the other network."""
-    double: subprocess.CompletedProcess[bytes]
-    """A second trainer with the state of the first, on the other network."""
     logs: dict[str, str]
 
     def peer(self, name: str) -> PeerId:
@@ -176,12 +174,6 @@ def test_the_dht_port_can_be_fixed(outcome: Outcome) -> None:
     assert outcome.dht_port_is_open
 
 
-def test_a_copy_of_the_trainer_elsewhere_is_refused(outcome: Outcome) -> None:
-    """Although nobody can dial a trainer, its identity is known to be in use."""
-    assert outcome.double.returncode == ExitCode.CANNOT_JOIN, outcome.double.stderr.decode()
-    assert b"is in use: another living process of this swarm is" in outcome.double.stderr
-
-
 def _train(networks: Networks) -> Outcome:
     folder = networks.folder
     config = run_file(folder, stages=2)
@@ -200,8 +192,10 @@ def _train(networks: Networks) -> Outcome:
     networks.start(networks.peers, "proxy", "-c", PROXY, str(PROXIED_PORT), "44000")
     start_peer("proxied", "--stage", "0", "--listen", "0.0.0.0:44000", "--announce", f"{PEERS_HOST}:{PROXIED_PORT}")
     start_peer("nowhere", "--stage", "1", "--listen", "0.0.0.0:45000", "--announce", f"{PEERS_HOST}:{UNUSED_PORT}")
-    far = ("--stage", "0", "--listen", "0.0.0.0:46000", "--announce", f"{TRAINER_HOST}:46000")
-    far += ("--dht-listen", "0.0.0.0:47000", "--dht-announce", f"{TRAINER_HOST}:47000")
+    far = (
+        "--stage", "0", "--listen", "0.0.0.0:46000", "--announce", f"{TRAINER_HOST}:46000",
+        "--dht-listen", "0.0.0.0:47000", "--dht-announce", f"{TRAINER_HOST}:47000",
+    )  # fmt: skip
     start_peer("far", *far, namespace=networks.trainer)  # its all-reduces with the other go over the cable
     trainer = networks.start(
         networks.trainer, "trainer", "-m", "peers", "train", str(config), "--join", address, "--steps", str(STEPS),
@@ -212,11 +206,6 @@ def _train(networks: Networks) -> Outcome:
     _until(lambda: [event for event in _events(folder, "trainer") if event.kind == "peer_suspected"])
     _until(lambda: [event for event in _events(folder, "far") if event.kind == "serving"])
     dht_port_is_open = networks.call(networks.peers, "-c", DIAL, TRAINER_HOST, "47000").returncode == 0
-    shutil.copytree(folder / "state", folder / "copied")
-    double = networks.call(
-        networks.peers, "-m", "peers", "train", str(config), "--join", address, "--steps", str(STEPS),
-        "--state-dir", str(folder / "copied"),
-    )  # fmt: skip
     start_peer("wildcard", "--stage", "1", "--listen", f"0.0.0.0:{OWN_PORT}")
     exit_code = trainer.wait(START_SECONDS)
     status = networks.call(networks.trainer, "-m", "peers", "status", "--join", address, "--json")
@@ -229,7 +218,6 @@ def _train(networks: Networks) -> Outcome:
         serving={name: _serving(folder, name) for name in names},
         status=json.loads(status.stdout),
         dht_port_is_open=dht_port_is_open,
-        double=double,
         logs={name: networks.log(name) for name in (*names, "trainer")},
     )
 

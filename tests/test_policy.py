@@ -94,6 +94,32 @@ def test_a_timeout_slows_a_lane_down_for_routing_and_not_for_deadlines() -> None
     assert lane.answer_seconds == pytest.approx(0.2)
 
 
+def test_a_lane_that_timed_out_is_tried_again_some_steps_later() -> None:
+    """It would never be measured otherwise; and what was measured by answers alone does not wear off."""
+    steady, back = Lane(), Lane()
+    for lane in (steady, back):
+        lane.answered(1.0, 0.0, 0.04)
+    back.sent(1.0)
+    back.timed_out(1.0, 1.0, 6.0)
+    assert back.seconds_per_unit > 1.0
+
+    def share() -> float:
+        steady.begin_step()
+        back.begin_step()
+        picks = []
+        for number in range(20):
+            pick = choose([("steady", steady), ("back", back)], 1.0, str(number))
+            (steady if pick == "steady" else back).sent(1.0)
+            picks.append(pick)
+        return picks.count("back") / len(picks)
+
+    shares = [share() for _ in range(20)]
+    assert shares[0] == 0.0
+    assert 0.0 < next(s for s in shares if s) < 0.3  # not all at once
+    assert shares[-1] == pytest.approx(0.5, abs=0.05)
+    assert steady.seconds_per_unit == back.answer_seconds == 0.04
+
+
 @given(st.lists(st.tuples(st.sampled_from(["sent", "up", "answer", "timeout"]), st.floats(0.0, 4.0))))
 def test_a_lane_never_owes_less_than_nothing(events: list[tuple[str, float]]) -> None:
     lane, now = Lane(), 0.0

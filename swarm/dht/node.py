@@ -35,9 +35,6 @@ RPC_SECONDS = 3.0
 
 _WARN_PERIOD_SECONDS = 60.0
 _REMEMBERED = 32
-_NOWHERE = "/ip4/100.64.0.1/tcp/1"
-"""What a client announces: nobody is to dial it, but only who has an address is found when others ask for an identity.
-A name of this ending never has one (RFC 6761)."""
 _CLOCKS = re.compile(r"local: ([0-9.]+), peer: ([0-9.]+)")
 
 logger = logging.getLogger(__name__)
@@ -161,7 +158,7 @@ async def start_node(
     """Start p2pd and a DHT node in this event loop, and join the swarm at ``join`` (none: found a new one).
 
     Without ``identity_path`` the identity is a new one that dies with the node.  A ``client`` stores nothing
-    for others.  ``socket_root`` is the folder in which the private socket folder is made.
+    for others, who need not reach it.  ``socket_root`` is the folder in which the private socket folder is made.
     Raises UsageError (addresses, identity file) and CannotJoin (identity in use, port taken, nobody answers).
     """
     use_hivemind_log_handler("nowhere")  # its records go where the program's own go,
@@ -207,12 +204,9 @@ async def _listening_p2p(
     client: bool,
 ) -> P2P:
     if client:
+        # It listens for one purpose: others on this machine find out that its identity is in use by dialing it.
         return await create_p2p(
-            sockets.path,
-            identity_path=str(identity.path),
-            dht_mode="client",
-            host_maddrs=["/ip4/127.0.0.1/tcp/0"],
-            announce_maddrs=[_NOWHERE],
+            sockets.path, identity_path=str(identity.path), dht_mode="client", host_maddrs=["/ip4/127.0.0.1/tcp/0"]
         )
     bindable = Endpoint(host=listen.host, port=_bindable_port(listen))
     announce = None

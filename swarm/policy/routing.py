@@ -18,6 +18,8 @@ FORWARD_UNITS = 1.0
 BACKWARD_UNITS = 2.0
 LEARNING_RATE = 0.2
 """Weight of the newest measurement in the moving average."""
+PARDON = 0.7
+"""What is left of a slow estimate after a step, down to what answers alone say."""
 UNKNOWN_SECONDS = 1e-3
 """Assumed of a peer of which nothing is known, so that it is tried at once."""
 
@@ -47,6 +49,14 @@ class Lane:
             self.seconds_per_unit = forward_seconds / FORWARD_UNITS
         if not self.answers and forward_seconds > 0:
             self.answer_seconds = forward_seconds / FORWARD_UNITS
+
+    def begin_step(self) -> None:
+        """Nothing is placed yet; and what time-outs made of the estimate wears off.
+
+        A peer that came back after one would never be chosen again otherwise, and so never be measured.
+        """
+        self.outstanding_units = 0.0
+        self.seconds_per_unit = max(min(self.seconds_per_unit, self.answer_seconds), PARDON * self.seconds_per_unit)
 
     def sent(self, units: float) -> None:
         """Work was placed on the peer."""

@@ -77,8 +77,13 @@ class Donation:
     async def _digest(self, buffers: Sequence[Buffer]) -> Digest:
         """Of all bytes, a few MiB a job.  At the priority of the copy: a busy peer never gets to its background."""
         digest = hashlib.sha256()
-        for part in _pieces(buffers, DIGEST_BYTES):
-            await self._executor.run(Priority.BACKWARD, partial(digest.update, part))
+
+        def update(parts: Sequence[memoryview]) -> None:
+            for part in parts:
+                digest.update(part)
+
+        for parts in _batches(_pieces(buffers, DIGEST_BYTES), DIGEST_BYTES):
+            await self._executor.run(Priority.BACKWARD, partial(update, parts))
         return Digest(digest.hexdigest())
 
     async def fetch_gradient(self, request: GradientRequest) -> AsyncIterator[Buffer]:
@@ -137,3 +142,15 @@ def _pieces(buffers: Sequence[Buffer], most_bytes: int) -> Iterator[memoryview]:
         view = memoryview(buffer).cast("B")
         for start in range(0, len(view), most_bytes):
             yield view[start : start + most_bytes]
+
+
+def _batches(pieces: Iterator[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
+    """A stage has many small tensors, and each job waits its turn."""
+    batch: list[memoryview] = []
+    for piece in pieces:
+        if batch and sum(map(len, batch)) + len(piece) > most_bytes:
+            yield batch
+            batch = []
+        batch.append(piece)
+    if batch:
+        yield batch

@@ -202,7 +202,7 @@ class Trainer:
     async def _compute(self, step: int, ledger: Ledger, pipeline: Pipeline) -> None:
         for stage in self.roster.stages:
             for member in stage.values():
-                member.lane.outstanding_units = 0.0
+                member.lane.begin_step()
         window = asyncio.Semaphore(self._window())
 
         async def one(passage: Passage) -> None:

@@ -276,7 +276,7 @@ def _from_state_mark(message: pb.StateMark) -> StateMark:
         lineage=convert.from_lineage(message.lineage),
         squared_norm=fields.amount("squared_norm", message.squared_norm),
         digest=fields.digest("digest", message.digest) if message.HasField("digest") else None,
-        numeric_class=fields.text("numeric_class", message.numeric_class, 128),
+        numeric_class=fields.numeric_class("numeric_class", message.numeric_class),
     )
 
 

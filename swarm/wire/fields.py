@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Sized
 from typing import TypeVar
 
+from swarm.endpoints import is_endpoint, is_numeric_class
 from swarm.errors import BadRequest
 from swarm.ids import Digest, MicrobatchId, PeerId, RunHash, SessionId
 
@@ -28,7 +29,6 @@ MAX_REASON = 4096
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _SESSION = re.compile(r"[0-9a-f]{16}", re.ASCII)
 _NAME = re.compile(r"[!-~]{1,128}", re.ASCII)
-_ENDPOINT = re.compile(r"(?:[A-Za-z0-9_.-]{1,253}|\[[0-9A-Fa-f:.]{2,64}\]):([0-9]{1,5})", re.ASCII)
 
 
 def count(name: str, value: int, below: int = MAX_COUNT) -> int:
@@ -86,9 +86,15 @@ def peer(name: str, value: str) -> PeerId:
 
 def endpoint(name: str, value: str) -> str:
     """HOST:PORT and nothing that gRPC would take for another kind of address ("unix:...")."""
-    match = _ENDPOINT.fullmatch(value)
-    if match is None or not 0 < int(match[1]) < 1 << 16:
+    if not is_endpoint(value):
         raise BadRequest(f"{name}: {value[:80]!r} is not HOST:PORT")
+    return value
+
+
+def numeric_class(name: str, value: str) -> str:
+    """Device type and torch build, as a peer says it."""
+    if not is_numeric_class(value):
+        raise BadRequest(f"{name}: {value[:80]!r}")
     return value
 
 
