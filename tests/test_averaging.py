@@ -34,6 +34,8 @@ RUN = RunHash("a" * 64)
 PATIENCE_SECONDS = 1.0
 LARGE = 6_000_000
 
+pytestmark = pytest.mark.swarm  # each node starts a p2pd
+
 
 def reduce_request(peers: Sequence[PeerId], tokens: Sequence[int], attempt: int = 0) -> ReduceRequest:
     return ReduceRequest(
@@ -90,7 +92,6 @@ async def group_of(count: int) -> AsyncIterator[Group]:
 # --- exactness --------------------------------------------------------------------
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("tokens", "size"),
     [
@@ -119,7 +120,6 @@ def test_every_member_has_the_same_bits_of_the_exact_mean(tokens: list[int], siz
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_a_member_of_weight_0_adds_nothing_even_if_it_is_not_finite() -> None:
     async def scenario() -> None:
         async with group_of(2) as group:
@@ -130,7 +130,6 @@ def test_a_member_of_weight_0_adds_nothing_even_if_it_is_not_finite() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_a_sum_that_is_not_finite_is_not_contributed() -> None:
     """Its owner says so; the others miss it and nobody else."""
 
@@ -148,7 +147,6 @@ def test_a_sum_that_is_not_finite_is_not_contributed() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_a_group_of_one_divides() -> None:
     async def scenario() -> None:
         async with group_of(1) as group:
@@ -159,7 +157,6 @@ def test_a_group_of_one_divides() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_requests_that_do_not_add_up_are_refused() -> None:
     async def scenario() -> None:
         async with group_of(2) as group:
@@ -182,7 +179,6 @@ def test_requests_that_do_not_add_up_are_refused() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_group_ids_differ_by_everything_that_was_agreed() -> None:
     peers = [PeerId("a"), PeerId("b")]
     base = reduce_request(peers, [1, 2])
@@ -203,7 +199,6 @@ def test_group_ids_differ_by_everything_that_was_agreed() -> None:
 # --- failures ---------------------------------------------------------------------
 
 
-@pytest.mark.fast
 def test_an_absent_member_fails_the_attempt_at_all_others_in_time_and_the_next_attempt_succeeds() -> None:
     async def scenario() -> None:
         async with group_of(3) as group:
@@ -235,7 +230,6 @@ def background(group: Group) -> set[asyncio.Task[Any]]:
     return {task for task in asyncio.all_tasks() if any(name in repr(task.get_coro()) for name in mine)}
 
 
-@pytest.mark.fast
 # hivemind does not close its own connection to p2pd when p2pd cannot reach the peer.
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <function StreamWriter:pytest.PytestUnraisableExceptionWarning"
@@ -254,7 +248,6 @@ def test_a_dead_member_is_found_at_once() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_a_late_member_is_waited_for() -> None:
     async def scenario() -> None:
         async with group_of(3) as group:
@@ -271,7 +264,6 @@ def test_a_late_member_is_waited_for() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_a_cancelled_member_reads_its_gradient_no_more_and_the_others_fail_in_time() -> None:
     async def scenario() -> None:
         async with group_of(3) as group:
@@ -312,7 +304,6 @@ class Watched(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.fast
 def test_the_loop_goes_on_while_a_gradient_is_copied_and_a_cancelled_member_waits_for_the_copy() -> None:
     async def scenario() -> None:
         async with group_of(1) as group:
@@ -335,7 +326,6 @@ def test_the_loop_goes_on_while_a_gradient_is_copied_and_a_cancelled_member_wait
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_the_deadline_holds() -> None:
     async def scenario() -> None:
         async with group_of(2) as group:
@@ -348,7 +338,6 @@ def test_the_deadline_holds() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_the_same_attempt_is_not_made_twice() -> None:
     async def scenario() -> None:
         async with group_of(2) as group:
@@ -394,7 +383,6 @@ HOSTILE = {
 }
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", HOSTILE)
 def test_malformed_parts_are_refused(name: str) -> None:
     assert decode_part(part(), 50, 3) is not None
@@ -402,7 +390,6 @@ def test_malformed_parts_are_refused(name: str) -> None:
         decode_part(HOSTILE[name], 50, 3)
 
 
-@pytest.mark.fast
 def test_a_member_of_weight_0_may_send_no_values() -> None:
     empty = averaging_pb2.AveragingData(weight=0.0, tensor_part=encode_part(None))
     assert decode_part(empty, 50, 0) is None
@@ -410,7 +397,6 @@ def test_a_member_of_weight_0_may_send_no_values() -> None:
         decode_part(part(weight=0.0), 50, 0)
 
 
-@pytest.mark.fast
 # Nor when the call is cancelled while the connection opens, as those to a banned member are.
 @pytest.mark.filterwarnings("ignore:Exception ignored in:pytest.PytestUnraisableExceptionWarning")
 def test_a_hostile_member_costs_the_attempt_and_nothing_else() -> None:
@@ -435,7 +421,6 @@ def test_a_hostile_member_costs_the_attempt_and_nothing_else() -> None:
     gc.collect()  # here, and not in a later test
 
 
-@pytest.mark.fast
 def test_a_stranger_is_turned_away_and_the_group_is_undisturbed() -> None:
     async def scenario() -> None:
         async with group_of(3) as group:
@@ -454,7 +439,6 @@ def test_a_stranger_is_turned_away_and_the_group_is_undisturbed() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_a_strangers_early_streams_leave_room_for_members() -> None:
     async def scenario() -> None:
         async with group_of(2) as group:
@@ -480,7 +464,6 @@ def test_a_strangers_early_streams_leave_room_for_members() -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_a_large_first_message_is_not_kept() -> None:
     async def scenario() -> None:
         groups = Groups(early_seconds=30.0)
@@ -518,7 +501,6 @@ async def answers(sender: SwarmNode, to: SwarmNode, message: averaging_pb2.Avera
 # --- the reducer alone ------------------------------------------------------------
 
 
-@pytest.mark.fast
 def test_sums_do_not_depend_on_the_order_of_arrival() -> None:
     async def total(order: Sequence[int]) -> bytes:
         rng = np.random.default_rng(0)
@@ -531,7 +513,6 @@ def test_sums_do_not_depend_on_the_order_of_arrival() -> None:
     assert len({asyncio.run(total(order)) for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1])}) == 1
 
 
-@pytest.mark.fast
 def test_a_failed_sender_is_missing_from_the_weight_and_its_later_parts_are_refused() -> None:
     async def scenario() -> None:
         sums = PartSums([2, 2], [1, 2])
@@ -549,7 +530,6 @@ def test_a_failed_sender_is_missing_from_the_weight_and_its_later_parts_are_refu
     asyncio.run(scenario())
 
 
-@pytest.mark.fast
 def test_who_waits_is_told_when_it_is_over() -> None:
     async def scenario() -> None:
         sums = PartSums([2], [1, 2])
@@ -573,7 +553,6 @@ async def _child(join: str) -> None:
     await averager.reduce(reduce_request(peers, tokens), gradients(3, LARGE)[2])
 
 
-@pytest.mark.swarm
 def test_a_process_killed_half_way_fails_the_attempt_at_the_others_and_they_go_on() -> None:
     async def scenario() -> None:
         async with group_of(2) as group:

@@ -32,7 +32,7 @@ from swarm.ids import Digest, PeerId, RunHash, SessionId
 from swarm.records import LeadRecord, Lineage, PeerRecord, PeerState, Term
 from swarm.wire import fields
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.swarm  # each node starts a p2pd
 
 RUN = RunHash("a" * 64)
 CONFIG = RunConfig.model_validate(

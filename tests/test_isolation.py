@@ -53,7 +53,7 @@ def test_a_silent_peer(tmp_path: Path) -> None:
     outcome = run_swarm(
         tmp_path,
         peers=(1, 2, 2),
-        steps=26,
+        steps=14,
         faults={"peer-1-0": slow, "peer-1-1": slow, "peer-2-0": slow, "peer-2-1": slow},
         extra={"peer-1-0": ["--listen", f"127.0.0.1:{inner}", "--announce", f"127.0.0.1:{outer}"]},
         meanwhile=silence,

@@ -16,7 +16,7 @@ from tests.fault_swarm import FaultSwarm, Watcher, run_swarm
 
 pytestmark = pytest.mark.swarm
 
-STEPS = 70
+STEPS = 50
 
 
 def test_a_second_peer_joins_and_leaves(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.swarm
 
 DEATHS = 10
 AT_ONCE = 5
+STEPS = 60
 
 
 def test_ten_peers_die_before_their_backward(tmp_path: Path) -> None:
@@ -37,10 +38,10 @@ def test_ten_peers_die_before_their_backward(tmp_path: Path) -> None:
             else:
                 await swarm._wait(swarm.children.by_name["trainer"])
 
-    outcome = run_swarm(tmp_path, peers=(1, 1 + AT_ONCE, 1), steps=90, faults={**doomed, **slow}, meanwhile=replace)
+    outcome = run_swarm(tmp_path, peers=(1, 1 + AT_ONCE, 1), steps=STEPS, faults={**doomed, **slow}, meanwhile=replace)
     deaths = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(deaths) == DEATHS
     assert len({death["pid"] for death in deaths}) == DEATHS
     outcome.check()
-    assert outcome.report.microbatches.completed == 8 * 90
+    assert outcome.report.microbatches.completed == 8 * STEPS
     assert outcome.report.microbatches.excluded == 0
