@@ -31,7 +31,7 @@ SCHEDULES = st.builds(
 )
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(schedule=SCHEDULES)
 def test_the_swarm_computes_what_one_process_would(schedule: Schedule) -> None:
     run_schedule(schedule)
