@@ -123,6 +123,10 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     train.add_argument("--report", type=Path, metavar="FILE", help="write a JSON report and a plot beside it")
     train.add_argument("--journal", type=Path, metavar="FILE", help="append events there as JSON lines")
+    train.add_argument(
+        "--first-peers", type=peer_counts, metavar="2,2,2",
+        help="peers per stage to wait for before the very first step; default: 1 each",
+    )  # fmt: skip
     train.add_argument("--journal-views", action="store_true", help="and what the screen shows, twice a second")
 
     local = command("local", "a whole swarm as child processes on this machine")

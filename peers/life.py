@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import warnings
 from collections.abc import Coroutine
@@ -12,6 +13,8 @@ from typing import Any
 from swarm.errors import ExitCode
 from swarm.telemetry import logs
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 
 def prepare() -> None:
     """Logging to standard error, and no noise from imports."""
@@ -19,6 +22,17 @@ def prepare() -> None:
     # Two deprecations inside hivemind's own imports that nobody here can act on.
     warnings.filterwarnings("ignore", message=r"`torch\.jit\.script` is deprecated", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=r"path is deprecated\. Use files\(\)", category=DeprecationWarning)
+
+
+def _be_nobody() -> None:
+    """Take the default ends again, in a process that a user's code forks (data loaders, say).
+
+    It inherits the loop's handlers, which end nothing there, and the pipe by which they tell the loop: a worker that
+    is told to end would go on, and have the parent believe that it was told to.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def run(main: Coroutine[Any, Any, None], *, on_sigterm: ExitCode) -> ExitCode:
@@ -39,8 +53,9 @@ def run(main: Coroutine[Any, Any, None], *, on_sigterm: ExitCode) -> ExitCode:
             received.append(number)
             task.cancel()
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in SIGNALS:
             loop.add_signal_handler(number, stop, number)
+        os.register_at_fork(after_in_child=_be_nobody)
         logs.quiet_libraries()
         try:
             await task

@@ -63,6 +63,7 @@ class TrainOptions:
     state_timeout_seconds: float
     report: Path | None
     journal: Path | None
+    first_peers: tuple[int, ...] | None = None
     journal_views: bool = False
     """The journal is the screen: whoever reads it shows it."""
     socket_root: Path | None = None
@@ -84,6 +85,7 @@ class TrainOptions:
             state_timeout_seconds=options.state_timeout,
             report=options.report,
             journal=options.journal,
+            first_peers=first_peers_of(config, options.first_peers),
             journal_views=options.journal_views,
         )
 
@@ -136,6 +138,7 @@ class TrainProgram:
                 clock=self._clock,
                 journal=self.journal,
                 state_timeout_seconds=options.state_timeout_seconds,
+                first_peers=options.first_peers,
                 boundary=partial(boundary_spec, config.model),
                 on_step=self._stepped,
             )
@@ -254,6 +257,16 @@ class TrainProgram:
             parameter_norms=tuple(stage[0][1].squared_norm ** 0.5 if stage else None for stage in marks),
             parameter_digest=tuple((stage[0][1].digest or "") if stage else "" for stage in marks),
         )
+
+
+def first_peers_of(config: RunConfig, asked: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Raises UsageError unless there is a number for each stage."""
+    count = config.model.stage_count
+    if asked is not None and len(asked) != count:
+        raise UsageError(
+            f"--first-peers {','.join(map(str, asked))}: the model has {count} stages; give {count} numbers"
+        )
+    return asked
 
 
 async def refuse_other_config(directory: Directory, config: RunConfig) -> None:

@@ -6,14 +6,16 @@ Run as ``python -m tests.forking_program train ...``; the workers' count of what
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import subprocess
 import sys
+import time
 from multiprocessing.pool import Pool
 
 from peers import life
 from peers.cli import guarded, parser
 from peers.train import TrainOptions, TrainProgram
-from swarm.errors import ExitCode
+from swarm.errors import ExitCode, RunFailed
 from swarm.records import CommitRecord
 
 WORKERS = 4
@@ -36,6 +38,13 @@ class ForkingTrainer(TrainProgram):
         if self.pool is None:
             self.pool = multiprocessing.get_context("fork").Pool(WORKERS)
         self.batches += len(self.pool.map(load, range(BATCHES_PER_STEP)))
+        # A worker that is told to end does so, and this process does not take it for its own.
+        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        worker.start()
+        worker.terminate()
+        worker.join(10)
+        if worker.exitcode != -signal.SIGTERM:
+            raise RunFailed(f"a worker that was told to end has exit code {worker.exitcode}")
         if commit.step % 10 == 0:
             subprocess.run(["/bin/sh", "-c", "true"], check=True)
 

@@ -87,6 +87,7 @@ class LocalSwarm:
         arguments += ["--state-timeout", str(options.state_timeout_seconds)]
         arguments += ["--report", str(self._trainer_report), "--journal", str(self._journal("trainer"))]
         arguments += ["--journal-views", *self._override_flags()]
+        arguments += ["--first-peers", ",".join(map(str, options.peers))]
         return self.spawn("trainer", arguments)
 
     def spawn(self, name: str, arguments: list[str]) -> Child:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
 
 from swarm.config import RunConfig
 from swarm.errors import StateLost, Superseded
@@ -81,6 +83,7 @@ class Takeover:
         journal: Journal,
         state_timeout_seconds: float,
         predecessor: LeadRecord | None,
+        first_peers: Sequence[int] | None = None,
     ) -> None:
         logged = log.read()
         self._config = config
@@ -90,6 +93,8 @@ class Takeover:
         self._last_term = max(
             [c.term.number for c in logged] + ([predecessor.term.number] if predecessor else []) + [0]
         )
+        self._first_peers = first_peers
+        """Peers of each stage to wait for before the very first step."""
         self._committed = max(logged[-1].step + 1 if logged else 0, predecessor.lineage.length if predecessor else 0)
         """Steps that are known to be committed, whatever the peers that are found say."""
         self._clock = clock
@@ -116,7 +121,7 @@ class Takeover:
                 number = max(number, error.followed) + 1  # the lease was lost or old; peers know better
                 await self._clock.sleep(POLL_SECONDS)
                 continue
-            missing = set(range(len(self._roster.stages))) - {report.stage for report in reports}
+            missing = self._missing(reports)
             if not missing and raised:
                 return self._roster.term, reports
             if not missing:
@@ -133,6 +138,16 @@ class Takeover:
                     f"step {self._committed - 1} of run '{self._config.run.name}' is held by nobody that can be reached"
                 )
             await self._clock.sleep(POLL_SECONDS)
+
+    def _missing(self, reports: list[PeerReport]) -> set[int]:
+        """Stages that have too few peers to begin; once anything is committed one is enough."""
+        counts = Counter(report.stage for report in reports)
+        fresh = not self._committed and not any(report.lineage.length for report in reports)
+        return {
+            stage
+            for stage in range(len(self._roster.stages))
+            if counts[stage] < (self._first_peers[stage] if fresh and self._first_peers else 1)
+        }
 
     async def _greet_all(self) -> list[PeerReport]:
         members = [m for stage in self._roster.stages for m in stage.values() if self._roster.may_greet(m)]

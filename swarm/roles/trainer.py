@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from swarm.config import RunConfig
@@ -58,6 +58,7 @@ class Trainer:
         journal: Journal,
         state_timeout_seconds: float,
         boundary: Boundary,
+        first_peers: Sequence[int] | None = None,
         limits: Limits = LAN,
         on_step: Callable[[CommitRecord], None] | None = None,
     ) -> None:
@@ -77,6 +78,7 @@ class Trainer:
         self._limits = limits
         self._state_timeout_seconds = state_timeout_seconds
         self._boundary = boundary
+        self._first_peers = first_peers
         self._on_step = on_step
 
     async def run(self, steps: int) -> None:
@@ -127,6 +129,7 @@ class Trainer:
             journal=self._journal,
             state_timeout_seconds=self._state_timeout_seconds,
             predecessor=predecessor,
+            first_peers=self._first_peers,
         )
         term, reports = await takeover.raise_term()
         lead = Lead(
