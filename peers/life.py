@@ -24,15 +24,24 @@ def prepare() -> None:
     warnings.filterwarnings("ignore", message=r"path is deprecated\. Use files\(\)", category=DeprecationWarning)
 
 
-def _be_nobody() -> None:
-    """Take the default ends again, in a process that a user's code forks (data loaders, say).
+def _hold_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
+def _let_signals_in() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _take_no_part() -> None:
+    """End by signals as usual again, in a process that a user's code forks (data loaders, say).
 
     It inherits the loop's handlers, which end nothing there, and the pipe by which they tell the loop: a worker that
-    is told to end would go on, and have the parent believe that it was told to.
+    is told to end would go on, and have its parent believe that it was told to.
     """
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+    _let_signals_in()
 
 
 def run(main: Coroutine[Any, Any, None], *, on_sigterm: ExitCode) -> ExitCode:
@@ -55,7 +64,7 @@ def run(main: Coroutine[Any, Any, None], *, on_sigterm: ExitCode) -> ExitCode:
 
         for number in SIGNALS:
             loop.add_signal_handler(number, stop, number)
-        os.register_at_fork(after_in_child=_be_nobody)
+        os.register_at_fork(before=_hold_signals, after_in_parent=_let_signals_in, after_in_child=_take_no_part)
         logs.quiet_libraries()
         try:
             await task
