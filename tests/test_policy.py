@@ -14,7 +14,15 @@ from swarm.ids import Digest, MicrobatchId, PeerId, RunHash, SessionId
 from swarm.messages import StateMark
 from swarm.policy.admission import MAX_WAITING, retry_after
 from swarm.policy.closing import plan_close
-from swarm.policy.deadlines import LAN, WAN, Patience, call_deadline, control_deadline, transfer_deadline
+from swarm.policy.deadlines import (
+    LAN,
+    LONGEST_CALL_SECONDS,
+    WAN,
+    Patience,
+    call_deadline,
+    control_deadline,
+    transfer_deadline,
+)
 from swarm.policy.divergence import TOLERANCE, diverged
 from swarm.policy.grouping import sits_out
 from swarm.policy.health import BAN_SECONDS, FIRST_BACKOFF_SECONDS, LONGEST_BACKOFF_SECONDS, Health
@@ -200,10 +208,17 @@ def test_deadlines_stay_within_their_bounds(expected: float, measured: bool, pat
     for limits in (LAN, WAN):
         seconds = call_deadline(limits, expected, measured, patience)
         floor = limits.call_floor_seconds if measured else limits.unmeasured_seconds
-        assert floor * patience <= seconds <= limits.call_ceiling_seconds * patience
+        assert floor * patience <= seconds <= max(limits.call_ceiling_seconds, LONGEST_CALL_SECONDS) * patience
         assert seconds >= min(expected, limits.call_ceiling_seconds)
         assert control_deadline(limits, expected, patience) >= limits.control_seconds + expected
     assert transfer_deadline(LAN, 20_000_000, 1.0) == pytest.approx(25.0)
+
+
+def test_a_stage_that_takes_minutes_is_waited_for() -> None:
+    """grpc/grpc#32095: what is slow is not dead."""
+    assert call_deadline(LAN, 180.0, False, 1.0) > 180.0
+    assert call_deadline(LAN, 540.0, True, 1.0) == 1080.0
+    assert call_deadline(LAN, 1e9, True, 1.0) == LONGEST_CALL_SECONDS
 
 
 # --- admission -----------------------------------------------------------------------------

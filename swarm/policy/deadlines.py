@@ -12,6 +12,8 @@ from swarm.ids import PeerId
 
 FACTOR = 6.0
 """Times the expected duration."""
+LONGEST_CALL_SECONDS = 3600.0
+"""Before patience: whatever a peer says of its speed, nobody waits longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,9 @@ class Patience:
 def call_deadline(limits: Limits, expected_seconds: float, measured: bool, patience: float) -> float:
     """Seconds for a forward or backward that is expected to take ``expected_seconds``, queue included."""
     floor = limits.call_floor_seconds if measured else limits.unmeasured_seconds
-    return min(limits.call_ceiling_seconds, max(floor, FACTOR * expected_seconds)) * patience
+    # The ceiling bounds the reserve, not the work: a stage that takes minutes must be waited for as well.
+    ceiling = max(limits.call_ceiling_seconds, min(2.0 * expected_seconds, LONGEST_CALL_SECONDS))
+    return min(ceiling, max(floor, FACTOR * expected_seconds)) * patience
 
 
 def control_deadline(limits: Limits, longest_job_seconds: float, patience: float) -> float:
