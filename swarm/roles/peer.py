@@ -198,10 +198,8 @@ class Peer:
         lineage = request.lineage
         if lineage is not None and seat.state is PeerState.READY and not seat.has_outrun(request.term, lineage):
             # One commit short of the lead's is sent that commit; more than one beyond it, the lead is in the wrong.
-            away = lineage != seat.lineage and lineage.length not in (
-                seat.lineage.length + 1,
-                *range(seat.lineage.length - 1),
-            )
+            beyond = lineage.length - seat.lineage.length
+            away = lineage != seat.lineage and beyond >= -1 and beyond != 1
             if request.distrust or away:
                 seat.fall_behind(lineage)
         return seat.report(self._executor.waiting, self.serving.lane.seconds_per_unit)
