@@ -66,6 +66,19 @@ def peer_counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _natural(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 0 or more")
+    return int(text)
+
+
+def fault_numbers(text: str) -> tuple[int, ...]:
+    """'3,17' -> (3, 17)."""
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; example: 3,17")
+    return tuple(int(part) for part in text.split(","))
+
+
 def slow_peer(text: str) -> tuple[int, int, float]:
     """'1.0:4' -> (1, 0, 4.0): peer 0 of stage 1 takes four times as long."""
     match = re.fullmatch(r"([0-9]+)\.([0-9]+):([0-9]+(?:\.[0-9]+)?)", text)
@@ -107,6 +120,10 @@ def parser() -> argparse.ArgumentParser:
     peer.add_argument(
         "--emulate-slowness", type=_positive(float), default=1.0, metavar="FACTOR",
         help="for experiments: each computation takes so many times as long",
+    )  # fmt: skip
+    peer.add_argument(
+        "--emulate-seconds", type=_positive(float), metavar="SECONDS",
+        help="for experiments: each forward takes at least so long, each backward twice that",
     )  # fmt: skip
 
     train = command(
@@ -152,6 +169,22 @@ def parser() -> argparse.ArgumentParser:
     reference.add_argument("--device", default="cpu", metavar="DEVICE", help="default: cpu")
     reference.add_argument("--threads", type=_positive(int), default=1, metavar="N", help="default: 1")
     reference.add_argument("--report", type=Path, metavar="FILE", help="write a JSON report and a plot beside it")
+
+    simulate = command("simulate", "the same roles on a virtual clock: random faults (--fuzz), or a scenario from a file")
+    simulate.add_argument(
+        "scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="what is simulated (docs/simulation.md)"
+    )
+    simulate.add_argument("--seed", type=_natural, default=0, metavar="S", help="fixes everything; default: 0")
+    simulate.add_argument(
+        "--fuzz", type=_positive(int), metavar="N", help="N random schedules of faults, from seed S on; exit 1 on a fault"
+    )
+    simulate.add_argument(
+        "--only", type=fault_numbers, metavar="3,17", help="with --fuzz 1: only these of the schedule's faults"
+    )
+    simulate.add_argument("--journal", type=Path, metavar="FILE", help="with --fuzz: write a failure's events there")
+    simulate.add_argument("--jobs", type=_positive(int), default=1, metavar="N", help="processes; default: 1")
+    simulate.add_argument("--report", type=Path, metavar="FILE", help="of a scenario: write a JSON report")
+    simulate.add_argument("--plot", type=Path, metavar="FILE.png", help="of a scenario: draw it")
 
     status = command("status", "who serves what, at which version, how fast; which stage has no peer")
     _join(status)

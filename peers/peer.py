@@ -61,6 +61,8 @@ class PeerOptions:
     socket_root: Path | None = None
     slowness: float = 1.0
     """Emulation for experiments: each job takes so many times as long."""
+    forward_seconds: float | None = None
+    """Emulation for experiments: least seconds of a forward; a backward takes twice that."""
 
     @staticmethod
     def parse(options: argparse.Namespace) -> PeerOptions:
@@ -83,6 +85,7 @@ class PeerOptions:
             identity=options.identity,
             journal=options.journal,
             slowness=options.emulate_slowness,
+            forward_seconds=options.emulate_seconds,
         )
 
 
@@ -209,6 +212,10 @@ class PeerProgram:
 
     def make_module(self, module: StageModule) -> StageModule:
         """The stage's parameters and arithmetic."""
+        if self.options.forward_seconds is not None:
+            from peers.slowness import PacedModule
+
+            return PacedModule(module, self.options.forward_seconds)
         return module
 
     def make_executor(self, executor: Executor) -> Executor:

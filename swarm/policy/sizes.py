@@ -8,6 +8,16 @@ from swarm.tensors import TensorSpec
 BYTES_PER_PARAMETER = 24
 """Parameters 4, moments 8, step gradient 4, gradient being computed 4, reduced gradient 4 (fp32, Adam)."""
 
+STATE_PER_GRADIENT = 8
+"""Greatest state per byte of gradient: parameters and two moments are 3, in float32."""
+STATE_SLACK_BYTES = 1 << 20
+"""What a state may have beside that."""
+
+
+def most_state_bytes(gradient_bytes: int) -> int:
+    """No state (parameters and optimizer) of a stage whose gradient has ``gradient_bytes`` is larger."""
+    return STATE_PER_GRADIENT * gradient_bytes + STATE_SLACK_BYTES
+
 
 def stage_parameters(model: ModelSection, stage: int) -> int:
     """Number of parameters of a stage."""

@@ -10,6 +10,7 @@ from swarm.errors import FAILURES, BadReply, TimedOut
 from swarm.ids import RunHash, SessionId
 from swarm.messages import Contact, StateHead, StateRequest
 from swarm.policy.deadlines import Limits, transfer_deadline
+from swarm.policy.sizes import most_state_bytes
 from swarm.ports import Clock, Directory, Executor, Journal, Priority, StageCalls, StageModule
 from swarm.records import Lineage, PeerRecord, PeerState
 from swarm.roles.reducing import Reducing
@@ -18,10 +19,6 @@ from swarm.tensors import Buffer
 
 POLL_SECONDS = 1.0
 """Between two looks for a donor."""
-STATE_PER_GRADIENT = 8
-"""Greatest state per byte of gradient: parameters and two moments are 3, in float32."""
-STATE_SLACK_BYTES = 1 << 20
-"""What a state may have beside that."""
 DIGEST_BYTES_PER_SECOND = 5e7
 """Of gradient: how fast a busy donor copies and digests its state before it answers."""
 
@@ -102,10 +99,10 @@ class CatchUp:
         request = StateRequest(run=self._run, stage=self._seat.stage)
         pause = self._limits.reduce_floor_seconds + self._module.gradient_bytes / DIGEST_BYTES_PER_SECOND
         head, chunks = await self._calls.fetch_state(contact, request, pause)
-        most = STATE_PER_GRADIENT * self._module.gradient_bytes + STATE_SLACK_BYTES
+        most = most_state_bytes(self._module.gradient_bytes)
         if not 0 <= head.total_bytes <= most:
             raise BadReply(f"a state of {head.total_bytes} bytes, more than the {most} of any of this stage")
-        seconds = transfer_deadline(self._limits, head.total_bytes, 1.0)
+        seconds = transfer_deadline(self._limits, most, 1.0)  # by what we know of the stage, not by a donor's word
         try:
             async with asyncio.timeout(seconds):
                 data = await _collect(head, chunks)

@@ -266,12 +266,12 @@ class StageClose:
             self._fences.put(close.members[peer], reason)
 
     def _not_finite(self, close: Close, found: set[PeerId], answered: set[PeerId]) -> None:
-        """A member alone with it is at fault; if it is so at all of them, twice, the run itself diverges."""
-        if found < answered:
-            for peer in found:
-                self._roster.distrust(close.members[peer], "its gradient is not finite")
-        elif found:
-            self._overflows += 1
+        """Whoever has it drops what it holds.  If it is so at all of them, twice, the run itself diverges."""
+        for peer in found:
+            self._fences.put(close.members[peer], "its gradient is not finite")
+            if found < answered:
+                self._roster.doubt(close.members[peer], "its gradient is not finite where others' are")
+        self._overflows += bool(found) and found == answered
         if self._overflows >= 2:
             raise RunFailed(
                 f"stage {self._stage}: the gradient of step {self._key.step} is not finite, though each microbatch's is"

@@ -11,6 +11,7 @@ from swarm.errors import Busy, Stale, TimedOut
 from swarm.ids import Digest
 from swarm.messages import GradientRequest, StateHead, StateRequest
 from swarm.policy.deadlines import WAN, Limits, transfer_deadline
+from swarm.policy.sizes import most_state_bytes
 from swarm.ports import Executor, Priority, StageModule
 from swarm.records import CommitRecord, Lineage
 from swarm.roles.seat import Seat
@@ -69,7 +70,7 @@ class Donation:
             total_bytes=total_bytes,
             layout=layout,
         )
-        seconds = transfer_deadline(self._limits, total_bytes, 1.0)
+        seconds = transfer_deadline(self._limits, most_state_bytes(self._module.gradient_bytes), 1.0)
         transfer = Transfer(buffers, seconds, on_end=self._copies.discard)
         self._copies.add(transfer)
         return head, transfer

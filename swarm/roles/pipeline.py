@@ -344,7 +344,7 @@ class Pipeline:
         for peer in passage.not_finite.pop(stage, []):
             culprit = self._roster.stages[stage].get(peer)
             if peer != member.peer and culprit is not None:
-                self._roster.distrust(culprit, "computed NaN or infinity where another peer did not")
+                self._roster.doubt(culprit, "computed NaN or infinity where another peer did not")
 
     # --- what peers answer, before anything is made of it ---------------------------------
 

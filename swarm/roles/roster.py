@@ -146,8 +146,17 @@ class Roster:
         self.patience.success()
         member.health.succeeded(self._clock.now())
 
+    def doubt(self, member: Member, reason: str) -> None:
+        """The peer computed what another did not: left alone for a while from the second time on.
+
+        Its parameters are not known to differ.  It keeps them: it may be the only one that has them.
+        """
+        self._journal.record("peer_diverged", peer=member.peer, stage=member.stage, reason=reason)
+        member.health.diverged(self._clock.now())
+        self.notify()
+
     def distrust(self, member: Member, reason: str) -> None:
-        """The peer differs from its group: no work until it has fetched state; none for long if that does not help."""
+        """Its parameters differ from its group's: no work until it has fetched state; none for long if it happens again."""
         if member.distrusted:
             return
         self._journal.record("peer_diverged", peer=member.peer, stage=member.stage, reason=reason)

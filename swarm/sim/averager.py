@@ -1,19 +1,24 @@
-"""An all-reduce in memory: the group meets, and each member gets the sum, or learns whom it missed."""
+"""An all-reduce in memory: the group meets, its bytes take their time, and each member learns the sum or whom it missed."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from swarm.errors import ReduceFailed
+from swarm.errors import NotFinite, ReduceFailed
 from swarm.ids import PeerId
-from swarm.messages import Contact, ReduceRequest
-from swarm.sim.numeric import ZERO, add, mean
+from swarm.messages import ReduceRequest
+from swarm.sim.arithmetic import ZERO, add, mean
+from swarm.sim.links import carry
+from swarm.sim.network import Network, Node
 
 MEETING_SECONDS = 3.0
-"""How long a member waits for the others."""
+"""How long a member waits for others that do nothing."""
+LOOK_SECONDS = 0.5
+"""Between two looks at whether those that are missing still live."""
 
 
 @dataclass(slots=True)
@@ -21,7 +26,15 @@ class Meeting:
     """One attempt of one group."""
 
     parts: dict[PeerId, tuple[Sequence[int], int]] = field(default_factory=dict)
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    nodes: dict[PeerId, Node] = field(default_factory=dict)
+    through: set[PeerId] = field(default_factory=set)
+    """Members whose bytes have all gone out and come in."""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def notify(self) -> None:
+        """Wake whoever waits for a change."""
+        self.changed.set()
+        self.changed = asyncio.Event()
 
 
 class Meetings:
@@ -30,35 +43,91 @@ class Meetings:
     def __init__(self) -> None:
         self.open: dict[ReduceRequest, Meeting] = {}
         self.loses: Callable[[PeerId], bool] = lambda peer: False
+        self.joined: list[Callable[[Node], None]] = []
+        """Called when a member has come to its meeting."""
+
+    def begin(self, request: ReduceRequest) -> Meeting:
+        """The meeting of this request; those of earlier steps are forgotten."""
+        for other in [r for r in self.open if r.key.stage == request.key.stage and r.key.step < request.key.step - 1]:
+            del self.open[other]
+        return self.open.setdefault(request, Meeting())
 
 
 class SimulatedAverager:
     """Implements :class:`swarm.ports.Averager` for :class:`swarm.sim.numeric.NumericStage`."""
 
-    def __init__(self, meetings: Meetings, contact: Contact) -> None:
+    def __init__(self, meetings: Meetings, network: Network, node: Node) -> None:
         self._meetings = meetings
-        self._contact = contact
+        self._network = network
+        self._node = node
 
     async def reduce(self, request: ReduceRequest, gradient_sum: Any) -> Any:
-        meeting = self._meetings.open.setdefault(request, Meeting())
-        mine = next(m for m in request.members if m.contact == self._contact)
-        meeting.parts[self._contact.peer] = (gradient_sum, mine.tokens)
-        everybody = {m.contact.peer for m in request.members}
-        if set(meeting.parts) == everybody:
-            meeting.complete.set()
+        for observer in self._meetings.joined:
+            observer(self._node)
+        mine = next((m for m in request.members if m.contact == self._node.contact), None)
+        if mine is None or sum(m.tokens for m in request.members) != request.total_tokens:
+            raise ReduceFailed("this peer is not in the group, or the tokens do not add up")
+        if mine.tokens > 0 and any(math.isnan(value) for value in gradient_sum):
+            raise NotFinite("gradient")
+        meeting = self._meetings.begin(request)
+        me, everybody = mine.contact.peer, {m.contact.peer for m in request.members}
+        meeting.parts[me] = (gradient_sum, mine.tokens)
+        meeting.nodes[me] = self._node
+        meeting.notify()
         try:
-            async with asyncio.timeout(MEETING_SECONDS):
-                await meeting.complete.wait()
-                await asyncio.sleep(0.05)
+            async with asyncio.timeout(request.deadline_seconds):
+                await self._until(meeting, lambda: self._missing(meeting, everybody, set(meeting.parts)))
+                await self._exchange(request)
+                meeting.through.add(me)
+                meeting.notify()
+                await self._until(meeting, lambda: self._missing(meeting, everybody, meeting.through), patient=True)
         except TimeoutError:
-            missed = tuple(sorted(everybody - set(meeting.parts)))
-            raise ReduceFailed("members did not come", unreachable=missed) from None
-        if self._meetings.loses(self._contact.peer):
+            raise ReduceFailed(f"not done within {request.deadline_seconds:g} s") from None
+        if self._meetings.loses(me):
             raise ReduceFailed("the result was lost on the way")
         total, weight = ZERO, 0
         for member in request.members:
             part, tokens = meeting.parts[member.contact.peer]
-            total, weight = add(total, tuple(part)), weight + tokens
+            total, weight = add(total, tuple(part)) if tokens else total, weight + tokens
         if weight != request.total_tokens:
             raise ReduceFailed(f"a part has weight {weight}, not {request.total_tokens}")
         return mean(total, weight)
+
+    def _missing(self, meeting: Meeting, everybody: set[PeerId], there: set[PeerId]) -> set[PeerId]:
+        """Members that are not there, or from whom nothing comes."""
+        return {peer for peer in everybody if peer not in there or self._unreachable(meeting, peer)}
+
+    def _unreachable(self, meeting: Meeting, peer: PeerId) -> bool:
+        node = meeting.nodes.get(peer)
+        if node is None or node is self._node:
+            return node is None
+        own, other = self._node.machine.name, node.machine.name
+        return not node.alive or self._network.blocked(own, other) or self._network.blocked(other, own)
+
+    async def _until(self, meeting: Meeting, missing: Callable[[], set[PeerId]], *, patient: bool = False) -> None:
+        """Wait until nobody is missing.
+
+        Raises ReduceFailed once somebody has been for MEETING_SECONDS; ``patient``: those that are still sending,
+        however slowly, may take longer.
+        """
+        loop = asyncio.get_running_loop()
+        since = loop.time()
+        while gone := missing():
+            if patient and not any(self._unreachable(meeting, peer) for peer in gone):
+                since = loop.time()
+            if loop.time() - since >= MEETING_SECONDS:
+                raise ReduceFailed("members did not come", unreachable=tuple(sorted(gone)))
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    await meeting.changed.wait()
+            except TimeoutError:
+                continue
+
+    async def _exchange(self, request: ReduceRequest) -> None:
+        """Butterfly: every member sends each other its part of the sum, and then the part that it averaged."""
+        machine, others = self._node.machine, len(request.members) - 1
+        nbytes = int(2 * self._network.weights.gradient(request.key.stage) * others / (others + 1))
+        machine.sent_bytes["all-reduce"] += nbytes
+        machine.received_bytes["all-reduce"] += nbytes
+        await carry(nbytes, machine.up, machine.down)
+        await asyncio.sleep(4 * machine.latency_seconds + 0.04)

@@ -1,149 +1,148 @@
-"""Calls between simulated nodes: latency, loss of requests and replies, repeats, deaths.
+"""Calls between simulated processes: links, latency, partitions, deaths, and whatever else the weather decides.
 
-A call runs as a task of the callee's node, so a node's death cancels what it computes and its callers see a broken
-connection; a caller's time-out cancels the callee's task as gRPC does.  An error that is not the protocol's reaches
-the caller as PeerFailed, as over gRPC, and is kept in :attr:`Network.failures`.
+A call runs as a task of the callee's process, so a death cancels what it computes and its callers see a broken
+connection, and a pause holds what has arrived; a caller's time-out cancels the callee's task as gRPC does.  While two
+machines are cut off from each other, what they send waits, as TCP would send it again.  An error that is not the
+protocol's reaches the caller as PeerFailed, as over gRPC, and is kept in :attr:`Network.failures`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from swarm.errors import PeerFailed, SwarmError, TimedOut, Unreachable, WrongRun
-from swarm.messages import (
-    AdoptRequest,
-    ApplyRequest,
-    BackwardReply,
-    BackwardRequest,
-    Contact,
-    DropRequest,
-    ForwardRequest,
-    FreezeReply,
-    FreezeRequest,
-    GradientRequest,
-    Greeting,
-    PeerReport,
-    ReducedMark,
-    ReduceReply,
-    ReduceRequest,
-    StateHead,
-    StateMark,
-    StateRequest,
-    VoidReply,
-    VoidRequest,
-)
+from swarm.messages import Contact
+from swarm.policy.deadlines import LONGEST_CALL_SECONDS
 from swarm.ports import StageService
-from swarm.tensors import Buffer, TensorData
+from swarm.sim.links import carry
+from swarm.sim.loop import Process, world_later
+from swarm.sim.machine import Machine
+from swarm.sim.weather import FAIR, Call, FairWeather, Fate, Weather
+from swarm.sim.weights import Weights
+from swarm.tensors import Buffer
 
 T = TypeVar("T")
 H = TypeVar("H")
 
-
-STREAM_GAP_SECONDS = 0.01
-"""Between two pieces of a state or gradient that is being sent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call, as the weather sees it."""
-
-    kind: str
-    """Name of the method of :class:`swarm.ports.StageCalls`."""
-    caller: str
-    to: Contact
-    request: Any
+STREAM_PIECES = 8
+"""In so many parts a state or gradient travels; between two of them anything may happen."""
+GREATEST_PATIENCE = 8.0
+"""Of the roles' deadlines."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fate:
-    """What happens to one call.  Seconds are virtual."""
-
-    request_seconds: float = 0.005
-    reply_seconds: float = 0.005
-    lose_request: bool = False
-    lose_reply: bool = False
-    repeat: bool = False
-    """The request arrives twice at once; the first answer counts."""
-    late_copy_seconds: float | None = None
-    """Another copy arrives this much later, whatever has become of the caller; nobody hears its answer."""
-    kill_before: bool = False
-    """The callee dies when the request arrives."""
-    kill_after: bool = False
-    """The callee dies once it has computed the answer, before the answer leaves."""
-    kill_amid_stream: bool = False
-    """The callee dies when half of what it streams (state, gradient) has been sent."""
-
-
-class Weather(Protocol):
-    """Decides the fate of each call; a test's source of faults."""
-
-    def fate(self, call: Call) -> Fate:
-        """Called once for each call, when it is made."""
-
-
-class FairWeather:
-    """Nothing is lost."""
-
-    def fate(self, call: Call) -> Fate:
-        return Fate()
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Node:
     """One life of a process on the network."""
 
-    contact: Contact
-    service: StageService
-    kill: Callable[[], None]
+    machine: Machine
+    process: Process
+    contact: Contact | None = None
+    """None: it serves nobody (a trainer)."""
+    service: StageService | None = None
+    kill: Callable[[], None] = lambda: None
     alive: bool = True
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
-class Network:
-    """All nodes by endpoint, and the weather."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cut:
+    """These machines are cut off from all others, in one direction or both."""
 
-    def __init__(self, weather: Weather | None = None) -> None:
+    machines: frozenset[str]
+    inward: bool = True
+    outward: bool = True
+
+    def blocks(self, source: str, target: str) -> bool:
+        """Nothing goes from ``source`` to ``target``."""
+        inside, to_inside = source in self.machines, target in self.machines
+        return (inside and not to_inside and self.outward) or (to_inside and not inside and self.inward)
+
+
+class Network:
+    """All machines, the processes that listen on them, and the weather."""
+
+    def __init__(self, weather: Weather | None = None, weights: Weights | None = None) -> None:
         self.weather: Weather = weather or FairWeather()
+        self.weights = weights or Weights()
+        self.machines: dict[str, Machine] = {}
         self.nodes: dict[str, Node] = {}
+        """Who listens, by endpoint."""
+        self.dark: set[str] = set()
+        """Endpoints of which nobody ever says that they are gone: a machine without power."""
+        self.cuts: list[Cut] = []
         self.calls: dict[str, int] = {}
         self.before_call: list[Callable[[Call], None]] = []
         """Called when a call is made, before anything of it arrives."""
         self.after_call: list[Callable[[Call, Any], None]] = []
         """Called after each answered call with its answer."""
         self.failures: list[Exception] = []
-        """Errors inside of nodes that are none of the protocol's."""
+        """Errors inside of processes that are none of the protocol's, and waits without a deadline."""
         self._late: set[asyncio.Task[None]] = set()
+        self._healed = asyncio.Event()
 
-    def join(self, contact: Contact, service: StageService, kill: Callable[[], None]) -> Node:
+    # --- who is there ---------------------------------------------------------------
+
+    def machine(self, name: str, make: Callable[[], Machine] | None = None) -> Machine:
+        """The machine of this name; ``make`` is asked for it the first time."""
+        if name not in self.machines:
+            self.machines[name] = make() if make is not None else Machine(name=name)
+        return self.machines[name]
+
+    def join(self, node: Node) -> Node:
         """A node starts to listen."""
-        node = Node(contact, service, kill)
-        self.nodes[contact.endpoint] = node
+        if node.contact is not None:
+            self.nodes[node.contact.endpoint] = node
+            self.dark.discard(node.contact.endpoint)
         return node
 
-    def leave(self, node: Node) -> None:
-        """A node is gone, with all that it was computing."""
+    def leave(self, node: Node, *, silently: bool = False) -> None:
+        """A node is gone, with all that it was computing.  ``silently``: no connection to it is refused or reset."""
         node.alive = False
+        if node.contact is not None and self.nodes.get(node.contact.endpoint) is node:
+            if silently:
+                self.dark.add(node.contact.endpoint)
+            del self.nodes[node.contact.endpoint]
         for task in node.tasks:
             task.cancel()
-        if self.nodes.get(node.contact.endpoint) is node:
-            del self.nodes[node.contact.endpoint]
 
-    async def call(self, call: Call, seconds: float, run: Callable[[StageService], Awaitable[T]]) -> T:
+    def cut(self, cut: Cut, seconds: float) -> None:
+        """Cut machines off for so long."""
+        self.cuts.append(cut)
+        world_later(seconds, lambda: self._heal(cut))
+
+    def blocked(self, source: str, target: str) -> bool:
+        """Nothing goes from one machine to another now."""
+        return any(cut.blocks(source, target) for cut in self.cuts)
+
+    def _heal(self, cut: Cut) -> None:
+        self.cuts.remove(cut)
+        self._healed.set()
+        self._healed = asyncio.Event()
+
+    # --- one call -------------------------------------------------------------------
+
+    async def call(self, caller: Node, call: Call, seconds: float, run: Callable[[StageService], Awaitable[T]]) -> T:
         """One call with a time-out."""
-        return await self._call(call, self._begin(call), seconds, run)
+        return await self._call(caller, call, self._begin(call), seconds, run)
 
     async def stream(
-        self, call: Call, seconds: float, run: Callable[[StageService], Awaitable[tuple[H, AsyncIterator[Buffer]]]]
+        self,
+        caller: Node,
+        call: Call,
+        seconds: float,
+        run: Callable[[StageService], Awaitable[tuple[H, AsyncIterator[Buffer]]]],
     ) -> tuple[H, AsyncIterator[Buffer]]:
         """One call whose answer is a head and then bytes; the stream breaks when the callee dies."""
         fate = self._begin(call)
-        head, chunks = await self._call(call, fate, seconds, run)
-        return head, self._pieces(self.nodes.get(call.to.endpoint), call.to, fate, chunks)
-
-    # --- one call -------------------------------------------------------------------
+        node = self.nodes.get(call.to.endpoint)
+        head, chunks = await self._call(caller, call, fate, seconds, run)
+        if node is None:
+            raise Unreachable("connection reset")
+        return head, self._pieces(caller, node, call, fate, seconds, chunks)
 
     def _begin(self, call: Call) -> Fate:
         self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
@@ -151,87 +150,144 @@ class Network:
             observer(call)
         return self.weather.fate(call)
 
-    async def _call(self, call: Call, fate: Fate, seconds: float, run: Callable[[StageService], Awaitable[T]]) -> T:
+    async def _call(
+        self, caller: Node, call: Call, fate: Fate, seconds: float, run: Callable[[StageService], Awaitable[T]]
+    ) -> T:
+        if not 0 <= seconds <= GREATEST_PATIENCE * LONGEST_CALL_SECONDS:
+            self.failures.append(ValueError(f"{call.kind} may wait for {seconds} s"))
         if fate.late_copy_seconds is not None:
             task = asyncio.create_task(self._arrive_late(fate.late_copy_seconds, call.to, run))
             self._late.add(task)
             task.add_done_callback(self._late.discard)
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._deliver(fate, call.to, run)
+                answer = await self._deliver(caller, call, fate, run)
         except TimeoutError:
             raise TimedOut(f"{call.kind}: no answer in {seconds:.1f} s") from None
         for observer in self.after_call:
             observer(call, answer)
         return answer
 
-    async def _deliver(self, fate: Fate, to: Contact, run: Callable[[StageService], Awaitable[T]]) -> T:
-        await asyncio.sleep(fate.request_seconds)
-        node = self._node(to)
-        if fate.lose_request:
-            await asyncio.get_running_loop().create_future()
-        if fate.kill_before:
-            node.kill()
-            raise Unreachable("connection reset")
-        task = self._start(node, run)
+    async def _deliver(self, caller: Node, call: Call, fate: Fate, run: Callable[[StageService], Awaitable[T]]) -> T:
+        node = await self._reach(caller, call, fate)
+        task = self._start(caller, node, call, fate, run)
         if fate.repeat:
-            self._start(node, run)
+            self._start(caller, node, call, FAIR, run)
         try:
             # Shielded: a repeat goes on even when its twin has answered, as on a real network.
             answer = await asyncio.shield(task)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, Unreachable):
             this = asyncio.current_task()
-            if task.cancelled() and (this is None or not this.cancelling()):
-                raise Unreachable("connection reset") from None
-            task.cancel()
-            raise
-        if fate.kill_after:
-            node.kill()
-            raise Unreachable("connection reset")
+            if this is not None and this.cancelling():
+                task.cancel()
+                raise
+            if call.to.endpoint in self.dark:
+                await _for_ever()
+            raise Unreachable("connection reset") from None
         if fate.lose_reply:
-            await asyncio.get_running_loop().create_future()
-        await asyncio.sleep(fate.reply_seconds)
+            await _for_ever()
+        if fate.reset_reply:
+            raise Unreachable("connection reset")
+        await self._travel(call.kind, node.machine, caller.machine, self.weights.answer(answer), fate.reply_seconds)
         return answer
+
+    async def _reach(self, caller: Node, call: Call, fate: Fate) -> Node:
+        """Whoever listens at the endpoint now."""
+        if fate.lose_request or call.to.endpoint in self.dark:
+            await _for_ever()
+        node = self.nodes.get(call.to.endpoint)
+        if node is None or fate.reset_request:
+            await asyncio.sleep(2 * caller.machine.latency_seconds)
+            raise Unreachable("connection reset" if fate.reset_request else "connection refused")
+        return node
+
+    async def _travel(self, kind: str, source: Machine, target: Machine, nbytes: int, seconds: float) -> None:
+        source.sent_bytes[kind] += nbytes
+        target.received_bytes[kind] += nbytes
+        while self.cuts and self.blocked(source.name, target.name):
+            await self._healed.wait()
+        await carry(nbytes, source.up, target.down)
+        await asyncio.sleep(source.latency_seconds + target.latency_seconds + seconds)
+        while self.cuts and self.blocked(source.name, target.name):
+            await self._healed.wait()
 
     async def _arrive_late(self, seconds: float, to: Contact, run: Callable[[StageService], Awaitable[Any]]) -> None:
         await asyncio.sleep(seconds)
-        try:
-            self._start(self._node(to), run)
-        except (Unreachable, WrongRun):
-            return  # the callee is gone, and so is its caller
+        node = self.nodes.get(to.endpoint)
+        if node is not None:
+            self._spawn(node, self._serve(node, to, run))
 
     async def _pieces(
-        self, node: Node | None, to: Contact, fate: Fate, chunks: AsyncIterator[Buffer]
+        self, caller: Node, node: Node, call: Call, fate: Fate, gap_seconds: float, chunks: AsyncIterator[Buffer]
     ) -> AsyncIterator[Buffer]:
+        source, target = node.machine, caller.machine
+        total = self.weights.stream(call.kind, call.request.stage)
+        sent = 0
         async for chunk in chunks:
             view = memoryview(chunk).cast("B")
-            half = (len(view) + 1) // 2
-            for piece in (view[:half], view[half:]):
-                await asyncio.sleep(STREAM_GAP_SECONDS)
-                if node is None or node.contact != to or not node.alive:
+            size = max(1, math.ceil(len(view) / STREAM_PIECES))
+            for start in range(0, len(view), size):
+                piece = view[start : start + size]
+                try:
+                    await self._piece(call.kind, source, target, max(len(piece), total // STREAM_PIECES), gap_seconds)
+                except TimeoutError:
+                    raise TimedOut(f"nothing came for {gap_seconds:.1f} s") from None
+                if not node.alive:
+                    if call.to.endpoint in self.dark:
+                        await asyncio.sleep(gap_seconds)
                     raise Unreachable("connection reset")
                 yield piece
-                if fate.kill_amid_stream:
+                sent += 1
+                if fate.kill_amid_stream and sent >= STREAM_PIECES // 2:
                     node.kill()
+
+    async def _piece(self, kind: str, source: Machine, target: Machine, nbytes: int, gap_seconds: float) -> None:
+        """One part of a stream; however slow the link, only what stands still for ``gap_seconds`` is given up."""
+        source.sent_bytes[kind] += nbytes
+        target.received_bytes[kind] += nbytes
+        await carry(nbytes, source.up, target.down)
+        await asyncio.sleep((source.latency_seconds + target.latency_seconds) / STREAM_PIECES)
+        async with asyncio.timeout(gap_seconds):
+            while self.cuts and self.blocked(source.name, target.name):
+                await self._healed.wait()
 
     # --- the callee's side ------------------------------------------------------------
 
-    def _node(self, to: Contact) -> Node:
-        node = self.nodes.get(to.endpoint)
-        if node is None:
-            raise Unreachable("connection refused")
-        if node.contact != to:
-            raise WrongRun("another process listens there now")
-        return node
+    def _start(
+        self, caller: Node, node: Node, call: Call, fate: Fate, run: Callable[[StageService], Awaitable[T]]
+    ) -> asyncio.Task[T]:
+        return self._spawn(node, self._arrive(caller, node, call, fate, run))
 
-    def _start(self, node: Node, run: Callable[[StageService], Awaitable[T]]) -> asyncio.Task[T]:
-        task = asyncio.create_task(self._serve(node, run))
+    async def _arrive(
+        self, caller: Node, node: Node, call: Call, fate: Fate, run: Callable[[StageService], Awaitable[T]]
+    ) -> T:
+        """The request's way, the work, and what happens before and after it."""
+        nbytes = self.weights.request(call.request)
+        await self._travel(call.kind, caller.machine, node.machine, nbytes, fate.request_seconds)
+        self._happens(node, fate.kill_before, fate.on_request)
+        answer = await self._serve(node, call.to, run)
+        self._happens(node, fate.kill_after, fate.on_reply)
+        return answer
+
+    @staticmethod
+    def _happens(node: Node, kill: bool, what: Callable[[], None] | None) -> None:
+        if what is not None:
+            what()
+        if kill:
+            node.kill()
+        if not node.alive:
+            raise Unreachable("connection reset")
+
+    def _spawn(self, node: Node, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = node.process.spawn(work)
         node.tasks.add(task)
         task.add_done_callback(node.tasks.discard)
         task.add_done_callback(_look)
         return task
 
-    async def _serve(self, node: Node, run: Callable[[StageService], Awaitable[T]]) -> T:
+    async def _serve(self, node: Node, to: Contact, run: Callable[[StageService], Awaitable[T]]) -> T:
+        if node.contact != to or node.service is None:
+            raise WrongRun("another process listens there now")
         try:
             return await run(node.service)
         except SwarmError:
@@ -241,70 +297,12 @@ class Network:
             raise PeerFailed(f"{type(error).__name__}: {error}") from error
 
 
+async def _for_ever() -> None:
+    """Until the caller gives up."""
+    await asyncio.get_running_loop().create_future()
+
+
 def _look(task: asyncio.Task[Any]) -> None:
     """The caller may be gone: then nobody else asks for the error."""
     if not task.cancelled():
         task.exception()
-
-
-class SimulatedCalls:
-    """Implements :class:`swarm.ports.StageCalls` over a :class:`Network`, for one process called ``caller``."""
-
-    def __init__(self, network: Network, caller: str) -> None:
-        self._network = network
-        self._caller = caller
-
-    async def forward(self, to: Contact, request: ForwardRequest) -> TensorData:
-        async def run(service: StageService) -> TensorData:
-            service.admit("forward", request.call.deadline_seconds)
-            return await service.forward(request)
-
-        return await self._call("forward", to, request, request.call.deadline_seconds, run)
-
-    async def backward(self, to: Contact, request: BackwardRequest) -> BackwardReply:
-        async def run(service: StageService) -> BackwardReply:
-            service.admit("backward", request.call.deadline_seconds)
-            return await service.backward(request)
-
-        return await self._call("backward", to, request, request.call.deadline_seconds, run)
-
-    async def void(self, to: Contact, request: VoidRequest, timeout_seconds: float) -> VoidReply:
-        return await self._call("void", to, request, timeout_seconds, lambda s: s.void(request))
-
-    async def greet(self, to: Contact, request: Greeting, timeout_seconds: float) -> PeerReport:
-        return await self._call("greet", to, request, timeout_seconds, lambda s: s.greet(request))
-
-    async def freeze(self, to: Contact, request: FreezeRequest, timeout_seconds: float) -> FreezeReply:
-        return await self._call("freeze", to, request, timeout_seconds, lambda s: s.freeze(request))
-
-    async def drop(self, to: Contact, request: DropRequest, timeout_seconds: float) -> None:
-        await self._call("drop", to, request, timeout_seconds, lambda s: s.drop(request))
-
-    async def reduce(self, to: Contact, request: ReduceRequest, timeout_seconds: float) -> ReduceReply:
-        return await self._call("reduce", to, request, timeout_seconds, lambda s: s.reduce(request))
-
-    async def adopt(self, to: Contact, request: AdoptRequest, timeout_seconds: float) -> ReducedMark:
-        return await self._call("adopt", to, request, timeout_seconds, lambda s: s.adopt(request))
-
-    async def apply(self, to: Contact, request: ApplyRequest, timeout_seconds: float) -> StateMark:
-        return await self._call("apply", to, request, timeout_seconds, lambda s: s.apply(request))
-
-    async def fetch_state(
-        self, to: Contact, request: StateRequest, timeout_seconds: float
-    ) -> tuple[StateHead, AsyncIterator[Buffer]]:
-        call = Call(kind="fetch_state", caller=self._caller, to=to, request=request)
-        return await self._network.stream(call, timeout_seconds, lambda s: s.fetch_state(request))
-
-    async def fetch_gradient(
-        self, to: Contact, request: GradientRequest, timeout_seconds: float
-    ) -> AsyncIterator[Buffer]:
-        async def run(service: StageService) -> tuple[None, AsyncIterator[Buffer]]:
-            return None, await service.fetch_gradient(request)
-
-        call = Call(kind="fetch_gradient", caller=self._caller, to=to, request=request)
-        return (await self._network.stream(call, timeout_seconds, run))[1]
-
-    async def _call(
-        self, kind: str, to: Contact, request: Any, seconds: float, run: Callable[[StageService], Awaitable[T]]
-    ) -> T:
-        return await self._network.call(Call(kind=kind, caller=self._caller, to=to, request=request), seconds, run)

@@ -1,65 +1,33 @@
-"""A whole swarm in one process: real roles, simulated world, and the invariants that must hold after every event."""
+"""A whole swarm in one process: real roles in a simulated world, whose guarantees are checked after every event."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 from swarm.config import RunConfig
-from swarm.ids import MicrobatchId, PeerId, SessionId
-from swarm.messages import BackwardRequest, Contact, FreezeReply, FreezeRequest, StepKey, VoidReply, VoidRequest
-from swarm.records import CommitRecord, Lineage, PeerState, Term
+from swarm.ids import PeerId, SessionId
+from swarm.messages import Contact
+from swarm.policy.deadlines import LAN, Limits
+from swarm.records import Lineage, PeerState
 from swarm.roles.peer import Peer
-from swarm.roles.seat import TORN
-from swarm.roles.stepbook import StepBook
 from swarm.roles.trainer import Trainer
+from swarm.sim.arithmetic import WIDTH, NumericBatches
 from swarm.sim.averager import Meetings, SimulatedAverager
+from swarm.sim.calls import SimulatedCalls
 from swarm.sim.directory import Board, SimulatedDirectory
 from swarm.sim.executor import SimulatedExecutor
-from swarm.sim.loop import VirtualClock
-from swarm.sim.network import Call, Network, Node, SimulatedCalls, Weather
-from swarm.sim.numeric import NumericBatches, NumericStage, Poison
+from swarm.sim.invariants import Invariants
+from swarm.sim.lives import EventList, LivePeer, MemoryLog
+from swarm.sim.loop import Process, VirtualClock
+from swarm.sim.machine import Device, Machine
+from swarm.sim.network import Network, Node
+from swarm.sim.numeric import NumericStage, Poison
 from swarm.sim.truth import Truth, Violation
-
-
-class EventList:
-    """Implements :class:`swarm.ports.Journal` with virtual times."""
-
-    def __init__(self) -> None:
-        self.events: list[tuple[float, str, dict[str, Any]]] = []
-
-    def record(self, kind: str, **fields: str | int | float | None) -> None:
-        self.events.append((asyncio.get_running_loop().time(), kind, fields))
-
-
-@dataclass(slots=True)
-class MemoryLog:
-    """Implements :class:`swarm.ports.CommitLog`; survives the simulated trainer."""
-
-    commits: list[CommitRecord] = field(default_factory=list)
-
-    def read(self) -> list[CommitRecord]:
-        return list(self.commits)
-
-    def append(self, commit: CommitRecord) -> None:
-        self.commits.append(commit)
-
-
-@dataclass(slots=True)
-class LivePeer:
-    """One life of a simulated peer."""
-
-    peer: Peer
-    module: NumericStage
-    executor: SimulatedExecutor
-    node: Node
-    task: asyncio.Task[None]
-    trusted: bool = True
-    """False: a test has damaged its parameters, so they are not compared until it is made true again."""
+from swarm.sim.weather import Weather
+from swarm.sim.weights import Weights
 
 
 class SimulatedSwarm:
@@ -71,11 +39,21 @@ class SimulatedSwarm:
         weather: Weather | None = None,
         poisons: frozenset[Poison] = frozenset(),
         sick: frozenset[Poison] = frozenset(),
+        *,
+        weights: Weights | None = None,
+        graph_bytes: int = 0,
+        limits: Limits = LAN,
+        staleness_seconds: float = 0.0,
+        thorough: bool = True,
     ) -> None:
-        """``poisons`` are microbatches not finite at any peer, ``sick`` ones only at peers started as sick."""
+        """``poisons`` are microbatches not finite at any peer, ``sick`` ones only at peers started as sick.
+
+        ``weights`` and ``graph_bytes`` are those of the model that is stood for; ``staleness_seconds`` is how old what
+        the directory's readers see may be; ``thorough`` as in :class:`swarm.sim.invariants.Invariants`.
+        """
         self.config = config
-        self.network = Network(weather)
-        self.board = Board({}, {}, {})
+        self.network = Network(weather, weights)
+        self.board = Board()
         self.meetings = Meetings()
         self.journal = EventList()
         self.log = MemoryLog()
@@ -84,69 +62,93 @@ class SimulatedSwarm:
         self.poisons = poisons
         self.sick = sick
         self.truth = Truth(config, poisons, sick)
-        self.violation: Violation | None = None
-        """The first one found; it is raised where it is found, and kept in case that something swallows it."""
+        self.invariants = Invariants(self.peers, self.truth, thorough=thorough)
+        self._graph_bytes = graph_bytes
+        self._limits = limits
+        self._staleness_seconds = staleness_seconds
         self._lives: Counter[str] = Counter()
-        self._terms: dict[SessionId, Term] = {}
-        self._voided: dict[tuple[SessionId, Lineage, Term, MicrobatchId], int] = {}
-        self._sent: dict[tuple[SessionId, StepKey, MicrobatchId], int] = {}
-        """The greatest attempt in which each microbatch was sent to each life of a peer."""
-        self._frozen: dict[tuple[SessionId, StepKey], tuple[int, frozenset[MicrobatchId]]] = {}
-        """The last freeze that each life of a peer has answered."""
         self._ended: list[asyncio.Task[None]] = []
-        self.network.before_call.append(self._before_call)
-        self.network.after_call.append(self._after_call)
+        self.network.before_call.append(self.invariants.before_call)
+        self.network.after_call.append(self.invariants.after_call)
 
-    # --- lives --------------------------------------------------------------------
+    # --- peers --------------------------------------------------------------------
 
-    def start_peer(self, name: str, stage: int, slowness: float = 1.0, sick: bool = False) -> PeerId:
-        """Start a peer, or a new life of one that died."""
+    def start_peer(
+        self,
+        name: str,
+        stage: int,
+        slowness: float = 1.0,
+        sick: bool = False,
+        *,
+        machine: Callable[[], Machine] | None = None,
+        clock_rate: float = 1.0,
+    ) -> PeerId:
+        """Start a peer, or a new life of one that died; its machine, by default one of ``slowness``, stays the same."""
         peer_id = PeerId(name)
         if peer_id in self.peers:
             raise ValueError(f"{name} lives already")
         self._lives[name] += 1
         contact = Contact(peer=peer_id, session=SessionId(f"{name}#{self._lives[name]}"), endpoint=f"{name}:1")
-        poisons = self.poisons | self.sick if sick else self.poisons
-        module = NumericStage(stage, self.config.model.stage_count, poisons)
-        executor = SimulatedExecutor(slowness)
+        place = self.network.machine(name, machine or (lambda: Machine(name=name, device=Device(slowness=slowness))))
+        place.device.slowness = slowness
+        process = Process(contact.session, clock_rate=clock_rate)
+        node = Node(machine=place, process=process, contact=contact, kill=lambda: self.kill_peer(peer_id))
+        gradient_bytes = self.network.weights.gradient(stage) or 8 * WIDTH
+        module = NumericStage(
+            stage,
+            self.config.model.stage_count,
+            self.poisons | self.sick if sick else self.poisons,
+            device=place.device,
+            gradient_bytes=gradient_bytes,
+            graph_bytes=self._graph_bytes,
+        )
+        module.on_sick = lambda draw: self.truth.may_miss(draw.step, draw.microbatch)
+        executor = SimulatedExecutor()
         peer = Peer(
             config=self.config,
             stage=stage,
             contact=contact,
             module=module,
             executor=executor,
-            averager=SimulatedAverager(self.meetings, contact),
-            calls=SimulatedCalls(self.network, name),
-            directory=SimulatedDirectory(self.board),
+            averager=SimulatedAverager(self.meetings, self.network, node),
+            calls=SimulatedCalls(self.network, node),
+            directory=self._directory(node),
             clock=VirtualClock(),
             journal=self.journal,
             numeric_class="simulated",
+            limits=self._limits,
         )
-        node = self.network.join(contact, peer, lambda: self.kill_peer(peer_id))
-        task = asyncio.create_task(peer.run(), name=f"peer {name}")
-        self.peers[peer_id] = LivePeer(peer, module, executor, node, task)
+        node.service = peer
+        self.network.join(node)
+        self.peers[peer_id] = LivePeer(peer, module, executor, node, process.spawn(peer.run(), f"peer {name}"))
         return peer_id
 
-    def kill_peer(self, peer_id: PeerId) -> None:
-        """As SIGKILL: nothing is withdrawn, its record stays until it expires."""
+    def kill_peer(self, peer_id: PeerId, *, silently: bool = False) -> None:
+        """As SIGKILL: nothing is withdrawn, its record stays until it expires.  ``silently``: as a power failure."""
         life = self.peers.pop(peer_id, None)
-        if life is None:
-            return
-        record = self.board.peers.get((self.config.hash, life.peer.seat.stage, peer_id))
-        life.executor.close()
+        if life is not None:
+            self.network.leave(life.node, silently=silently)
+            self._end(life)
+
+    def stop_peer(self, peer_id: PeerId) -> None:
+        """As SIGTERM: it withdraws its record and leaves at once."""
+        life = self.peers.pop(peer_id)
+        self.board.withdraw(life.peer.record())
         self.network.leave(life.node)
+        self._end(life)
+
+    def _end(self, life: LivePeer) -> None:
+        life.node.process.resume()
+        life.executor.die()
         life.task.cancel()
         self._ended.append(life.task)
-        if record is not None:
-            key = (self.config.hash, life.peer.seat.stage, peer_id)
-            life.task.add_done_callback(lambda _: self.board.peers.setdefault(key, record))
 
     def may_kill(self, peer_id: PeerId) -> bool:
         """Another living peer of the stage holds all that this one holds of what is, or may soon be, committed."""
         victim = self.peers[peer_id].peer.seat
         for life in self.peers.values():
             seat = life.peer.seat
-            if life.node.contact.peer == peer_id or seat.stage != victim.stage or seat.state is not PeerState.READY:
+            if life.node.contact == victim.contact or seat.stage != victim.stage or seat.state is not PeerState.READY:
                 continue
             if seat.lineage.rank() < victim.lineage.rank() or not life.trusted:
                 continue
@@ -156,35 +158,55 @@ class SimulatedSwarm:
                 return True
         return False
 
+    # --- trainers -------------------------------------------------------------------
+
     def make_trainer(
         self,
         name: str = "trainer",
         state_timeout_seconds: float = 60.0,
         log: MemoryLog | None = None,
         sees_lead: bool = True,
+        *,
+        node: Node | None = None,
+        **settings: object,
     ) -> Trainer:
         """A trainer that is not run yet.
 
         ``log`` becomes the swarm's log, by default the one that is there.  A trainer that does not see the lead's
-        lease takes over without waiting for it to lapse.
+        lease takes over without waiting for it to lapse.  ``node`` is its process, by default one of its own;
+        ``settings`` are those of :class:`swarm.roles.trainer.Trainer`.
         """
         if log is not None:
             self.log = log
-        self._lives[name] += 1
+        node = node or self.trainer_node(name)
         self.trainer = Trainer(
             config=self.config,
             trainer=PeerId(name),
-            session=SessionId(f"{name}#{self._lives[name]}"),
-            calls=SimulatedCalls(self.network, name),
-            directory=SimulatedDirectory(self.board, sees_lead=sees_lead),
+            session=SessionId(node.process.name),
+            calls=SimulatedCalls(self.network, node),
+            directory=self._directory(node, sees_lead=sees_lead),
             batches=NumericBatches(),
             log=self.log,
             clock=VirtualClock(),
             journal=self.journal,
             state_timeout_seconds=state_timeout_seconds,
             boundary=lambda ids: ids,
+            limits=self._limits,
+            **settings,  # type: ignore[arg-type]
         )
         return self.trainer
+
+    def trainer_node(self, name: str = "trainer", machine: Callable[[], Machine] | None = None) -> Node:
+        """A new life of a trainer's process."""
+        self._lives[name] += 1
+        return Node(machine=self.network.machine(name, machine), process=Process(f"{name}#{self._lives[name]}"))
+
+    def _directory(self, node: Node, *, sees_lead: bool = True) -> SimulatedDirectory:
+        return SimulatedDirectory(
+            self.board, self.network, node, sees_lead=sees_lead, staleness_seconds=self._staleness_seconds
+        )
+
+    # --- the end ----------------------------------------------------------------------
 
     async def close(self) -> None:
         """End all peers and wait for their tasks.  Raises what a peer's own task died of, if any did."""
@@ -194,83 +216,11 @@ class SimulatedSwarm:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    # --- invariants -----------------------------------------------------------------
-
-    def _before_call(self, call: Call) -> None:
-        if isinstance(call.request, BackwardRequest):
-            sent = call.request.call
-            key = (call.to.session, sent.key, sent.microbatch)
-            self._sent[key] = max(sent.attempt, self._sent.get(key, 0))
-        with self._noting():
-            self.truth.saw(call)
-
-    def _after_call(self, call: Call, answer: Any) -> None:
-        request = call.request
-        if isinstance(request, VoidRequest) and isinstance(answer, VoidReply) and not answer.held:
-            key = (call.to.session, request.key.lineage, request.key.term, request.microbatch)
-            self._voided[key] = max(request.below_try, self._voided.get(key, 0))
-        if isinstance(request, FreezeRequest) and isinstance(answer, FreezeReply):
-            held = frozenset(h.microbatch for h in answer.held)
-            if request.attempt >= self._frozen.get((call.to.session, request.key), (-1, held))[0]:
-                self._frozen[call.to.session, request.key] = (request.attempt, held)
-        with self._noting():
-            self.check()
-
-    @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
-        try:
-            yield
-        except Violation as violation:
-            self.violation = self.violation or violation
-            raise
-
-    def check(self) -> None:
-        """Raise Violation if any guarantee is broken now."""
-        for life in self.peers.values():
-            self._check_peer(life)
-
-    def _check_peer(self, life: LivePeer) -> None:
-        seat, module = life.peer.seat, life.module
-        session = seat.contact.session
-        if seat.term < self._terms.get(session, seat.term):
-            raise Violation(f"{session} follows term {seat.term} after {self._terms[session]}")
-        self._terms[session] = seat.term
-        if life.task.done() and not life.task.cancelled():
-            raise Violation(f"{session} ended by itself")
-        if not life.trusted:
-            return
-        if seat.book is not None and seat.book.key.lineage != seat.lineage:
-            raise Violation(f"{session} collects for version {seat.book.key.step}, it is at {seat.lineage.length}")
-        self._check_book(session, seat.book, module)
-        if seat.lineage.chain == TORN:
-            if seat.state is PeerState.READY:
-                raise Violation(f"{session} serves parameters that an update left half done")
-            return
-        expected = self.truth.parameters(seat.lineage, seat.stage)
-        if module.parameters != expected:
-            version = seat.lineage.length
-            raise Violation(f"{session} at version {version}: parameters {module.parameters}, not {expected}")
-
-    def _check_book(self, session: SessionId, book: StepBook | None, module: NumericStage) -> None:
-        held = Counter(book.held.keys()) if book is not None else Counter()
-        if +module.added != held:
-            raise Violation(f"{session} says it holds {dict(held)}, its sum contains {dict(module.added)}")
-        if book is None:
-            return
-        attempt, closed = self._frozen.get((session, book.key), (-1, frozenset[MicrobatchId]()))
-        for microbatch in book.held.keys() - closed:
-            if self._sent.get((session, book.key, microbatch), 0) <= attempt:
-                raise Violation(f"{session} added {microbatch} after it had closed attempt {attempt}")
-        for microbatch, entry in book.held.items():
-            least = self._voided.get((session, book.key.lineage, book.key.term, microbatch), 0)
-            if entry.try_number < least:
-                raise Violation(f"{session} added try {entry.try_number} of {microbatch} after voiding below {least}")
-
     def check_finished(self, steps: int) -> None:
         """The log holds all steps in one chain, every stage has a peer at its end, and peers agree with the truth."""
-        if self.violation is not None:
-            raise self.violation
-        self.check()
+        if self.invariants.violation is not None:
+            raise self.invariants.violation
+        self.invariants.check()
         lineage = Lineage.root(self.config.hash)
         for commit in self.log.commits:
             if commit.parent != lineage.chain:

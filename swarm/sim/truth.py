@@ -6,8 +6,9 @@ from swarm.config import RunConfig
 from swarm.ids import Digest, MicrobatchId
 from swarm.messages import ApplyRequest
 from swarm.records import CommitRecord, Lineage
-from swarm.sim.network import Call
-from swarm.sim.numeric import NumericBatches, Poison, Vector, initial, train_step
+from swarm.sim.arithmetic import NumericBatches, Vector, initial, train_step
+from swarm.sim.numeric import Poison
+from swarm.sim.weather import Call
 
 
 class Violation(AssertionError):
@@ -28,6 +29,14 @@ class Truth:
         self._everything = frozenset(MicrobatchId(m) for m in range(config.step.microbatches))
         self._poisoned = {(poison.step, poison.microbatch) for poison in poisons}
         self._sick = {(poison.step, poison.microbatch) for poison in sick}
+
+    def may_miss(self, step: int, microbatch: MicrobatchId) -> None:
+        """It was not finite at a peer, so it may be left out."""
+        self._sick.add((step, microbatch))
+
+    def is_hopeless(self, step: int) -> bool:
+        """Every microbatch of the step may be left out: a run that ends there ends rightly."""
+        return all((step, m) in self._poisoned | self._sick for m in self._everything)
 
     def saw(self, call: Call) -> None:
         """Learn a commit from the first call that carries it, before any peer can have applied it."""
