@@ -180,10 +180,11 @@ def parse(raw: Mapping[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise UsageError(f"{source}: " + "; ".join(_problems(error))) from None
+        raise UsageError(f"{source}: " + "; ".join(problems(error))) from None
 
 
-def _problems(error: ValidationError) -> list[str]:
+def problems(error: ValidationError) -> list[str]:
+    """One line for each wrong key of a file, in words."""
     found: dict[str, str] = {}
     for item in error.errors(include_url=False):
         where = [str(part) for part in item["loc"] if part not in ("int", "tuple[int, ...]")]

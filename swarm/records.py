@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from swarm.ids import Digest, MicrobatchId, PeerId, RunHash, SessionId
@@ -86,7 +87,7 @@ class CommitRecord:
 
     def to_json(self) -> str:
         """Canonical text: the same record gives the same bytes everywhere."""
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return _commit_text(self)
 
     @staticmethod
     def from_json(text: str) -> CommitRecord:
@@ -118,6 +119,14 @@ class CommitRecord:
             losses=tuple(float(x) for x in raw["losses"]),
             clip_factor=float(raw["clip_factor"]),
         )
+
+
+@lru_cache(maxsize=16)
+def _commit_text(commit: CommitRecord) -> str:
+    """Kept for a while: it is asked for at every step by whoever hashes, sends or logs the commit."""
+    raw = {item.name: getattr(commit, item.name) for item in fields(commit)}
+    raw["term"], raw["stages"] = asdict(commit.term), [asdict(stage) for stage in commit.stages]
+    return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
 
 class PeerState(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
@@ -13,17 +13,18 @@ from swarm.errors import Busy, TimedOut
 from swarm.ids import Digest, PeerId, RunHash, SessionId
 from swarm.messages import Contact, GradientRequest, ReducedMark, StateRequest
 from swarm.policy.deadlines import LAN, WAN, transfer_deadline
+from swarm.policy.sizes import most_state_bytes
 from swarm.records import Lineage, PeerRecord, PeerState
-from swarm.roles.catchup import STATE_PER_GRADIENT, STATE_SLACK_BYTES
 from swarm.roles.donation import CHUNK_BYTES, DIGEST_BYTES, MOST_COPIES, Donation
 from swarm.roles.seat import Seat
 from swarm.sim.directory import SimulatedDirectory
 from swarm.sim.executor import SimulatedExecutor
-from swarm.sim.loop import VirtualClock, run
+from swarm.sim.fuzz.run import run_config
+from swarm.sim.loop import Process, VirtualClock, run
+from swarm.sim.network import Node
 from swarm.sim.numeric import NumericStage
 from swarm.sim.swarm import SimulatedSwarm
 from swarm.tensors import Buffer
-from tests.protocol_driver import run_config
 from tests.stage_double import EchoStage
 
 pytestmark = pytest.mark.fast
@@ -105,7 +106,7 @@ def test_a_reader_that_takes_too_long_is_ended_and_its_place_is_free() -> None:
         transfers = [(await donor.fetch_state(STATE))[1] for _ in range(MOST_COPIES)]
         for transfer in transfers:
             await anext(transfer)
-        seconds = transfer_deadline(LAN, len(BIG) + 4, 1.0)
+        seconds = transfer_deadline(LAN, most_state_bytes(donor._module.gradient_bytes), 1.0)
         await asyncio.sleep(seconds - 5)
         with pytest.raises(Busy):
             await donor.fetch_state(STATE)
@@ -114,7 +115,7 @@ def test_a_reader_that_takes_too_long_is_ended_and_its_place_is_free() -> None:
         for _ in range(MOST_COPIES):
             await donor.fetch_state(STATE)
         for transfer in transfers:
-            with pytest.raises(TimedOut, match="longer than 19 s"):
+            with pytest.raises(TimedOut, match=f"longer than {seconds:.0f} s"):
                 await anext(transfer)
         digest = donor._module.set_reduced((1, 2, 3))[0]
         seat.kept = (seat.lineage, ReducedMark(attempt=0, digest=digest, squared_norm=1.0))
@@ -127,23 +128,33 @@ def test_a_reader_that_takes_too_long_is_ended_and_its_place_is_free() -> None:
     run(main())
 
 
-LIE = STATE_PER_GRADIENT * NumericStage(0, 1).gradient_bytes + STATE_SLACK_BYTES + 1
+class SlowStage(EchoStage):
+    """Sends a byte every now and then."""
+
+    async def _data(self) -> AsyncIterator[Buffer]:
+        for _ in range(self.state_repeats):
+            await asyncio.sleep(1.0)
+            yield b"x"
+
+
+LIE = most_state_bytes(NumericStage(0, 1).gradient_bytes) + 1
 
 
 @pytest.mark.parametrize(
     ("stage", "reason"),
     [
         (EchoStage(state_chunks=(bytes(8),), state_bytes=LIE), f"a state of {LIE} bytes"),
-        (EchoStage(state_chunks=(b"x",), state_repeats=5000, state_bytes=5000), "did not come within"),
+        (SlowStage(state_repeats=50, state_bytes=50), "did not come within"),
     ],
 )
 def test_a_state_that_is_too_large_or_too_slow_is_given_up(stage: EchoStage, reason: str) -> None:
-    """The second donor sends a byte every now and then: no pause is too long, only the whole."""
+    """Of the second donor no pause is too long, only the whole."""
 
     async def main() -> None:
         swarm = SimulatedSwarm(run_config(1, 1))
         liar = Contact(peer=PeerId("liar"), session=SessionId("liar#1"), endpoint="liar:1")
-        swarm.network.join(liar, stage, lambda: None)
+        node = Node(machine=swarm.network.machine("liar"), process=Process(liar.session), contact=liar, service=stage)
+        swarm.network.join(node)
         record = PeerRecord(
             peer=liar.peer,
             session=liar.session,
@@ -157,7 +168,7 @@ def test_a_state_that_is_too_large_or_too_slow_is_given_up(stage: EchoStage, rea
             queue=0,
             numeric_class="simulated",
         )
-        await SimulatedDirectory(swarm.board, lifetime_seconds=1000).announce(record)
+        await SimulatedDirectory(swarm.board, swarm.network, node, lifetime_seconds=1000).announce(record)
         swarm.start_peer("newcomer", 0)
         await asyncio.sleep(60)
         reasons = [fields["reason"] for _, kind, fields in swarm.journal.events if kind == "donor_failed"]

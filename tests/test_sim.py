@@ -1,201 +1,28 @@
-"""The simulated world itself: time, network, executor, directory and averager do what the tests assume."""
+"""The simulated executor, arithmetic and averager do what the tests assume, and a swarm knows whom it may kill."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 
-from swarm.errors import BadRequest, PeerFailed, ReduceFailed, SwarmError, TimedOut, Unreachable, WrongRun
+from swarm.errors import BadRequest, ReduceFailed
 from swarm.ids import MicrobatchId, PeerId, SessionId
 from swarm.messages import Contact, GroupMember, ReduceRequest, StepKey
-from swarm.ports import Draw, Priority, StageService
+from swarm.ports import Draw, Priority
 from swarm.records import Lineage, Term
+from swarm.sim.arithmetic import PRIME, ZERO, NumericBatches, pack, train_step, unpack
 from swarm.sim.averager import Meetings, SimulatedAverager
 from swarm.sim.executor import SimulatedExecutor
-from swarm.sim.loop import Deadlock, run
-from swarm.sim.network import Call, Fate, Network, Node
-from swarm.sim.numeric import PRIME, ZERO, Broken, NumericBatches, NumericStage, pack, train_step, unpack
+from swarm.sim.fuzz.run import run_config
+from swarm.sim.loop import Process, run, world_seconds
+from swarm.sim.machine import Device
+from swarm.sim.network import Cut, Network, Node
+from swarm.sim.numeric import Broken, NumericStage
 from swarm.sim.swarm import SimulatedSwarm
-from swarm.tensors import Buffer
-from tests.protocol_driver import run_config
 
 pytestmark = pytest.mark.fast
-
-CONTACT = Contact(peer=PeerId("p"), session=SessionId("p#1"), endpoint="p:1")
-
-
-# --- time -------------------------------------------------------------------------------
-
-
-def test_time_is_virtual() -> None:
-    async def main() -> float:
-        await asyncio.sleep(1e6)
-        return asyncio.get_running_loop().time()
-
-    started = time.monotonic()
-    assert run(main()) == pytest.approx(1e6)
-    assert time.monotonic() - started < 5.0
-
-
-def test_a_wait_without_a_deadline_is_a_deadlock() -> None:
-    async def main() -> None:
-        await asyncio.Event().wait()
-
-    with pytest.raises(Deadlock):
-        run(main())
-
-
-# --- network ------------------------------------------------------------------------------
-
-
-class Fixed:
-    def __init__(self, fate: Fate) -> None:
-        self._fate = fate
-
-    def fate(self, call: Call) -> Fate:
-        return self._fate
-
-
-class World:
-    """One node whose calls are given as functions."""
-
-    def __init__(self, fate: Fate) -> None:
-        self.network = Network(Fixed(fate))
-        self.arrived = 0
-        self.node: Node | None = None
-
-    def start(self) -> None:
-        # No call of these tests reaches for the service: each brings its own work.
-        service: StageService = None  # type: ignore[assignment]
-        self.node = self.network.join(CONTACT, service, self.kill)
-
-    def kill(self) -> None:
-        assert self.node is not None
-        self.network.leave(self.node)
-
-    async def work(self, service: StageService) -> str:
-        self.arrived += 1
-        await asyncio.sleep(0.1)
-        return "answer"
-
-    async def call(
-        self, to: Contact = CONTACT, work: Callable[[StageService], Awaitable[str]] | None = None, seconds: float = 1.0
-    ) -> str:
-        call = Call(kind="greet", caller="t", to=to, request=None)
-        return await self.network.call(call, seconds, work or self.work)
-
-
-def outcome(fate: Fate, after_seconds: float = 20.0) -> tuple[str | type[SwarmError], int]:
-    """What the caller of one call gets, and how often the callee was reached."""
-
-    async def main() -> tuple[str | type[SwarmError], int]:
-        world = World(fate)
-        world.start()
-        try:
-            answer: str | type[SwarmError] = await world.call()
-        except SwarmError as error:
-            answer = type(error)
-        await asyncio.sleep(after_seconds)
-        return answer, world.arrived
-
-    return run(main())
-
-
-@pytest.mark.parametrize(
-    ("fate", "answer", "arrived"),
-    [
-        (Fate(), "answer", 1),
-        (Fate(lose_request=True), TimedOut, 0),
-        (Fate(lose_reply=True), TimedOut, 1),
-        (Fate(request_seconds=2.0), TimedOut, 0),
-        (Fate(reply_seconds=2.0), TimedOut, 1),
-        (Fate(repeat=True), "answer", 2),
-        (Fate(late_copy_seconds=9.0), "answer", 2),
-        (Fate(lose_request=True, late_copy_seconds=9.0), TimedOut, 1),
-        (Fate(kill_before=True), Unreachable, 0),
-        (Fate(kill_after=True), Unreachable, 1),
-    ],
-)
-def test_fates(fate: Fate, answer: str | type[SwarmError], arrived: int) -> None:
-    assert outcome(fate) == (answer, arrived)
-
-
-def test_calls_to_nobody_and_to_an_earlier_life() -> None:
-    async def main() -> None:
-        world = World(Fate())
-        with pytest.raises(Unreachable):
-            await world.call()
-        world.start()
-        with pytest.raises(WrongRun):
-            await world.call(Contact(peer=PeerId("p"), session=SessionId("p#0"), endpoint="p:1"))
-
-    run(main())
-
-
-def test_an_unforeseen_error_reaches_the_caller_as_a_failure_of_the_peer_and_is_kept() -> None:
-    async def main() -> None:
-        async def broken(service: StageService) -> str:
-            raise KeyError("oops")
-
-        world = World(Fate())
-        world.start()
-        with pytest.raises(PeerFailed, match="KeyError"):
-            await world.call(work=broken)
-        assert [type(error) for error in world.network.failures] == [KeyError]
-
-    run(main())
-
-
-def test_a_death_breaks_the_calls_that_run() -> None:
-    async def main() -> None:
-        world = World(Fate())
-        world.start()
-        asyncio.get_running_loop().call_later(0.05, world.kill)
-        with pytest.raises(Unreachable):
-            await world.call()
-
-    run(main())
-
-
-def test_a_caller_that_is_cancelled_with_its_callee_stays_cancelled() -> None:
-    async def main() -> None:
-        world = World(Fate())
-        world.start()
-        caller = asyncio.create_task(world.call())
-        await asyncio.sleep(0.05)
-        world.kill()
-        caller.cancel()
-        await asyncio.wait({caller})
-        assert caller.cancelled()
-
-    run(main())
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_stream_breaks_when_its_sender_dies(dies: bool) -> None:
-    async def main() -> bytes:
-        async def chunks() -> AsyncIterator[Buffer]:
-            yield b"12345678"
-
-        async def work(service: StageService) -> tuple[int, AsyncIterator[Buffer]]:
-            return 8, chunks()
-
-        world = World(Fate(kill_amid_stream=dies))
-        world.start()
-        call = Call(kind="fetch_state", caller="t", to=CONTACT, request=None)
-        _, pieces = await world.network.stream(call, 1.0, work)
-        received = bytearray()
-        try:
-            async for piece in pieces:
-                received += piece
-        except Unreachable:
-            received += b"!"
-        return bytes(received)
-
-    assert run(main()) == (b"1234!" if dies else b"12345678")
 
 
 # --- executor -----------------------------------------------------------------------------
@@ -203,12 +30,16 @@ def test_a_stream_breaks_when_its_sender_dies(dies: bool) -> None:
 
 def test_jobs_run_one_at_a_time_in_order_of_priority_and_cancelled_ones_never() -> None:
     async def main() -> None:
-        executor, order = SimulatedExecutor(), list[str]()
+        executor, order, device = SimulatedExecutor(), list[str](), Device(seconds_per_unit=1.0)
 
         def job(name: str) -> Callable[[], None]:
             return lambda: order.append(name)
 
-        first = asyncio.create_task(executor.run(Priority.BACKWARD, job("first")))
+        def take_time() -> None:
+            device.compute(1.0)
+            order.append("first")
+
+        first = asyncio.create_task(executor.run(Priority.BACKWARD, take_time))
         await asyncio.sleep(0.01)
         tasks = [
             asyncio.create_task(executor.run(priority, job(priority.name)))
@@ -221,6 +52,90 @@ def test_jobs_run_one_at_a_time_in_order_of_priority_and_cancelled_ones_never() 
         await asyncio.gather(first, *tasks)
         assert order == ["first", "CONTROL", "FORWARD", "BACKGROUND"]
         assert executor.waiting == 0
+
+    run(main())
+
+
+def test_a_job_that_computes_stands_still_in_the_middle_while_the_loop_goes_on() -> None:
+    async def main() -> None:
+        executor, device = SimulatedExecutor(), Device(seconds_per_unit=1.0)
+        happened = list[str]()
+
+        def job() -> str:
+            happened.append("begun")
+            device.compute(1.5)
+            happened.append("half done")
+            device.compute(2.0)
+            happened.append("done")
+            return "result"
+
+        task = asyncio.create_task(executor.run(Priority.FORWARD, job))
+        await asyncio.sleep(0.5)
+        queued = asyncio.create_task(executor.run(Priority.CONTROL, lambda: device.compute(0.7)))
+        await asyncio.sleep(0.5)
+        for second in range(1, 5):
+            happened.append(f"{second} s")
+            assert executor.waiting == (2 if second < 4 else 1)
+            await asyncio.sleep(1.0)
+        assert await task == "result"
+        await queued
+        assert happened == ["begun", "1 s", "half done", "2 s", "3 s", "done", "4 s"]
+        assert device.busy_seconds == pytest.approx(4.2)
+
+    run(main())
+
+
+def test_a_job_that_computes_takes_as_long_as_its_device_is_slow() -> None:
+    async def main() -> None:
+        executor, device = SimulatedExecutor(), Device(seconds_per_unit=2.0, slowness=3.0)
+
+        def job() -> None:
+            device.compute(0.5)
+            device.slowness = 1.0
+            device.compute(0.5)
+
+        await executor.run(Priority.FORWARD, job)
+        assert world_seconds() == pytest.approx(4.0)
+        device.compute(100.0)  # not in a job: takes no time
+        assert world_seconds() == pytest.approx(4.0)
+
+    run(main())
+
+
+def test_a_machine_that_dies_leaves_its_jobs_unfinished() -> None:
+    async def main() -> None:
+        executor, device = SimulatedExecutor(), Device(seconds_per_unit=1.0)
+        happened = list[str]()
+
+        def job() -> None:
+            try:
+                device.compute(5.0)
+                happened.append("done")
+            finally:
+                happened.append("ended")
+
+        tasks = [asyncio.create_task(executor.run(Priority.FORWARD, job)) for _ in range(2)]
+        await asyncio.sleep(1.0)
+        executor.die()
+        await asyncio.sleep(60.0)
+        assert happened == ["ended"]
+        assert not any(task.done() for task in tasks)
+        assert executor.waiting == 0
+
+    run(main())
+
+
+def test_a_job_stands_still_in_a_pause_of_its_process() -> None:
+    async def main() -> None:
+        process, executor, device = Process("p"), SimulatedExecutor(), Device(seconds_per_unit=1.0)
+        task = process.spawn(executor.run(Priority.FORWARD, lambda: device.compute(2.0)))
+        await asyncio.sleep(1.0)
+        process.pause()
+        await asyncio.sleep(9.0)
+        assert not task.done()
+        process.resume()
+        await task
+        assert world_seconds() == pytest.approx(10.0)
 
     run(main())
 
@@ -265,71 +180,93 @@ def test_tensors_of_another_form_are_refused() -> None:
 # --- averager -----------------------------------------------------------------------------
 
 
-def reduce_among(*tokens: int, total: int | None = None, come: int | None = None) -> list[object]:
-    """What each of those who come gets; member i contributes (i + 1, 0, 0)."""
+class Group:
+    """Members of one all-reduce; member i contributes (i + 1, 0, 0)."""
 
-    async def main() -> list[object]:
-        meetings = Meetings()
+    def __init__(self, *tokens: int) -> None:
+        self.network = Network()
+        self.meetings = Meetings()
+        run_hash = run_config(1, 1).hash
         contacts = [
             Contact(peer=PeerId(f"p{i}"), session=SessionId("s"), endpoint=f"p{i}:1") for i in range(len(tokens))
         ]
-        request = ReduceRequest(
-            key=StepKey(
-                run=run_config(1, 1).hash,
-                stage=0,
-                term=Term(1, PeerId("t")),
-                lineage=Lineage.root(run_config(1, 1).hash),
-            ),
+        self.nodes = [Node(machine=self.network.machine(c.peer), process=Process(c.peer), contact=c) for c in contacts]
+        self.request = ReduceRequest(
+            key=StepKey(run=run_hash, stage=0, term=Term(1, PeerId("t")), lineage=Lineage.root(run_hash)),
             attempt=0,
             members=tuple(
                 GroupMember(contact=c, microbatches=(), tokens=t) for c, t in zip(contacts, tokens, strict=True)
             ),
-            total_tokens=sum(tokens) if total is None else total,
+            total_tokens=sum(tokens),
             deadline_seconds=10.0,
         )
-        results: list[object] = await asyncio.gather(
-            *(
-                SimulatedAverager(meetings, contact).reduce(request, [i + 1, 0, 0])
-                for i, contact in enumerate(contacts[:come])
-            ),
-            return_exceptions=True,
-        )
-        return results
 
-    return run(main())
+    def start(self, index: int) -> asyncio.Task[object]:
+        node = self.nodes[index]
+        averager = SimulatedAverager(self.meetings, self.network, node)
+        return node.process.spawn(averager.reduce(self.request, [index + 1, 0, 0]))
 
 
-def test_an_average() -> None:
-    assert reduce_among(1, 1, 1) == [(2, 0, 0)] * 3
-    assert reduce_among(1, 0) == [(3, 0, 0)] * 2
+def test_a_member_that_dies_or_is_cut_off_in_the_middle_is_named() -> None:
+    async def main(how: str) -> None:
+        group = Group(1, 1, 1)
+        tasks = [group.start(index) for index in range(3)]
+        await asyncio.sleep(0.01)
+        if how == "dies":
+            group.network.leave(group.nodes[2])
+            tasks[2].cancel()
+        else:
+            group.network.cut(Cut(machines=frozenset({"p2"})), 60.0)
+        first, second, _ = await asyncio.gather(*tasks, return_exceptions=True)
+        for error in (first, second):
+            assert isinstance(error, ReduceFailed)
+            assert error.unreachable == ("p2",)
+
+    for how in ("dies", "is cut off"):
+        run(main(how))
 
 
-def test_a_member_that_does_not_come_is_named() -> None:
-    (error,) = reduce_among(1, 1, come=1)
-    assert isinstance(error, ReduceFailed)
-    assert error.unreachable == ("p1",)
-
-
-def test_a_wrong_weight_is_no_result() -> None:
-    assert all(isinstance(error, ReduceFailed) for error in reduce_among(1, 1, total=3))
-
-
-# --- directory ----------------------------------------------------------------------------
-
-
-def test_a_killed_peers_record_stays_until_it_expires() -> None:
+def test_a_result_is_lost_on_the_way_to_one_member() -> None:
     async def main() -> None:
-        swarm = SimulatedSwarm(run_config(1, 4))
-        peer = swarm.start_peer("p", 0)
-        await asyncio.sleep(2.0)
-        assert [key[2] for key in swarm.board.peers] == [peer]
-        swarm.kill_peer(peer)
-        await asyncio.sleep(1.0)
-        assert not swarm.peers
-        assert [key[2] for key in swarm.board.peers] == [peer]
-        await swarm.close()
+        group = Group(1, 1)
+        group.meetings.loses = lambda peer: peer == "p1"
+        first, second = group.start(0), group.start(1)
+        with pytest.raises(ReduceFailed, match="lost"):
+            await second
+        assert await first == tuple(v * pow(2, -1, PRIME) % PRIME for v in (3, 0, 0))
 
     run(main())
+
+
+def test_a_member_that_computes_its_result_late_has_the_others_sums_as_they_were() -> None:
+    """The others may go on, and throw their sums away, while a member is paused."""
+
+    async def main() -> None:
+        group = Group(1, 1)
+        averagers = [SimulatedAverager(group.meetings, group.network, node) for node in group.nodes]
+        sums = [[1, 0, 0], [2, 0, 0]]
+
+        def pause_the_other(peer: PeerId) -> bool:
+            if peer == "p0":
+                group.nodes[1].process.pause()
+            return False
+
+        group.meetings.loses = pause_the_other
+        tasks = [
+            node.process.spawn(averager.reduce(group.request, total))
+            for node, averager, total in zip(group.nodes, averagers, sums, strict=True)
+        ]
+        first = await tasks[0]
+        sums[0][:] = [0, 0, 0]
+        await asyncio.sleep(1.0)
+        assert not tasks[1].done()
+        group.nodes[1].process.resume()
+        assert await tasks[1] == first
+
+    run(main())
+
+
+# --- the swarm ----------------------------------------------------------------------------
 
 
 def test_the_last_who_holds_a_state_may_not_be_killed() -> None:

@@ -1,6 +1,6 @@
 """Which peer of a stage gets the next microbatch: stochastic wiring (SWARM, section 3.2 and Algorithm 1).
 
-Interleaved weighted round robin over expected finish times.  A peer serves one job at a time, so its seconds per unit
+Interleaved weighted round robin over expected busy times.  A peer serves one job at a time, so its seconds per unit
 of work can be seen from outside: an answer took from the later of its sending and the previous answer until now.
 Units: a forward 1, a backward 2, so that the backward a forward will cause is counted when the forward is placed.
 """
@@ -8,11 +8,12 @@ Units: a forward 1, a backward 2, so that the backward a forward will cause is c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol
 
-K = TypeVar("K")
+from swarm.ids import PeerId
 
 FORWARD_UNITS = 1.0
 BACKWARD_UNITS = 2.0
@@ -108,13 +109,46 @@ def _average(known: float, newest: float, count: int) -> float:
     return known + max(LEARNING_RATE, 1.0 / count) * (max(newest, 1e-6) - known)
 
 
-def choose(lanes: Iterable[tuple[K, Lane]], units: float, seed: str) -> K | None:
-    """The key of the lane that is expected to finish ``units`` first; ties are broken by ``seed``."""
+class Routing(Protocol):
+    """Which of a stage's peers takes the next microbatch; other rules than :func:`choose` are there to be compared."""
 
-    def rank(item: tuple[K, Lane]) -> tuple[float, str]:
-        key, lane = item
-        tie = hashlib.sha256(f"{seed}/{key}".encode()).hexdigest()
-        return (round(lane.finish_seconds(units), 6), tie)
+    def __call__(
+        self, lanes: Sequence[tuple[PeerId, Lane]], units: float, seed: str, waiting_units: float = 0.0
+    ) -> PeerId | None:
+        """One of ``lanes`` for ``units`` of work; ``seed`` is STEP/MICROBATCH.  None if there is none.
 
-    best = min(lanes, key=rank, default=None)
-    return None if best is None else best[0]
+        ``waiting_units``: what the step has for the stage beyond that and has not placed yet.
+        """
+
+
+def choose(
+    lanes: Sequence[tuple[PeerId, Lane]], units: float, seed: str, waiting_units: float = 0.0
+) -> PeerId | None:
+    """Of the peers that can finish while the stage has work anyway, the one that is free first.
+
+    So a slow peer is as busy as a fast one, with few microbatches in flight.  Towards the end of the step, when a peer
+    would be waited for, the one that is expected to finish first.  Ties are broken by ``seed``.
+    """
+    if not lanes:
+        return None
+    # Plain loops: a trainer with a thousand peers comes here some hundred times a second.
+    placed_units = per_second = 0.0
+    for _, lane in lanes:
+        placed_units += lane.outstanding_units
+        per_second += 1.0 / lane.seconds_per_unit
+    horizon = (waiting_units + placed_units) / per_second
+    least_finish = least_start = math.inf
+    first = list[PeerId]()
+    for peer, lane in lanes:
+        start = lane.outstanding_units * lane.seconds_per_unit
+        finish = max(horizon, start + units * lane.seconds_per_unit)
+        if finish < least_finish or (finish == least_finish and start < least_start):
+            least_finish, least_start, first = finish, start, [peer]
+        elif finish == least_finish and start == least_start:
+            first.append(peer)
+    return first[0] if len(first) == 1 else min(first, key=lambda peer: tie(seed, peer))
+
+
+def tie(seed: str, peer: PeerId) -> str:
+    """An order of peers that is another for each seed."""
+    return hashlib.sha256(f"{seed}/{peer}".encode()).hexdigest()

@@ -125,7 +125,7 @@ class Lead:
             return None
         finally:
             self._applying.discard(member.peer)
-        member.lineage = mark.lineage
+        self._roster.place(member, mark.lineage)
         member.greeted = mark.lineage
         self._roster.answered(member)
         return mark

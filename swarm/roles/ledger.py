@@ -59,7 +59,13 @@ class Ledger:
         """Lives of peers that did not answer a close: they hold who knows what, until they drop it."""
         self.attempts = [0] * stages
         """Attempt at closing that each stage is in; calls sent in it, and before, are over once it is closed."""
+        self.placed: list[set[MicrobatchId]] = [set() for _ in range(stages)]
+        """Microbatches that a peer of the stage has been chosen for."""
         self.credits: list[dict[MicrobatchId, PeerId]] = [{} for _ in range(stages)]
+
+    def unplaced(self, stage: int) -> int:
+        """Microbatches of the step that the stage has not begun."""
+        return len(self.passages) - len(self.placed[stage])
 
     def credit(self, stage: int, microbatch: MicrobatchId, peer: PeerId) -> None:
         """The peer said that it holds the microbatch."""

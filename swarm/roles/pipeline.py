@@ -131,6 +131,7 @@ class Pipeline:
         avoid: set[PeerId] = set(passage.not_finite.get(stage, ()))
         while True:
             member = await self._pick(stage, FORWARD_UNITS + BACKWARD_UNITS, passage, avoid)
+            self._ledger.placed[stage].add(passage.microbatch)
             member.lane.sent(BACKWARD_UNITS)  # what this forward will cause, given up if the backward goes elsewhere
             try:
                 output = await self._forward_at(member, passage, stage)
@@ -164,6 +165,7 @@ class Pipeline:
             has_graph = member is not None
             if member is None:
                 member = await self._pick(stage, self._units(stage), passage, avoid)
+                self._ledger.placed[stage].add(passage.microbatch)
             try_number = passage.next_try(stage)
             try:
                 reply = await self._backward_at(member, passage, stage, try_number, attempt, has_graph, accumulate=True)
@@ -251,7 +253,14 @@ class Pipeline:
         """Wait until a peer can take work."""
         seed = f"{self._lineage.length}/{passage.microbatch}"
         while True:
-            member = self._roster.pick(stage, units, seed, avoid=avoid, barred=self._ledger.fenced[stage].keys())
+            member = self._roster.pick(
+                stage,
+                units,
+                seed,
+                avoid=avoid,
+                barred=self._ledger.fenced[stage].keys(),
+                waiting_units=(FORWARD_UNITS + BACKWARD_UNITS) * self._ledger.unplaced(stage),
+            )
             if member is not None:
                 return member
             now = self._clock.now()
@@ -374,7 +383,7 @@ class Pipeline:
         member = self._roster.stages[stage].get(passage.producers.get(stage, PeerId("")))
         if member is None:
             return None
-        if member.peer not in self._ledger.fenced[stage] and member in self._roster.eligible(stage):
+        if member.peer not in self._ledger.fenced[stage] and self._roster.is_eligible(member):
             return member
         member.lane.given_up(BACKWARD_UNITS)  # the backward that its forward reserved goes elsewhere
         return None

@@ -13,7 +13,7 @@ from swarm.ids import PeerId, SessionId
 from swarm.messages import Contact, Greeting, PeerReport
 from swarm.policy.deadlines import Limits, Patience
 from swarm.policy.health import Health
-from swarm.policy.routing import Lane, choose
+from swarm.policy.routing import Lane, Routing, choose
 from swarm.ports import Clock, Directory, Journal, StageCalls
 from swarm.records import Lineage, PeerRecord, PeerState, Term
 
@@ -53,7 +53,7 @@ class Member:
 
     def took(self, report: PeerReport) -> None:
         """The peer told what it holds."""
-        self.lineage, self.state, self.queue = report.lineage, report.state, report.queue
+        self.state, self.queue = report.state, report.queue
         self.lane.start_from(report.forward_seconds)
 
 
@@ -69,6 +69,7 @@ class Roster:
         clock: Clock,
         journal: Journal,
         limits: Limits,
+        routing: Routing = choose,
     ) -> None:
         self.stages: list[dict[PeerId, Member]] = [{} for _ in range(config.model.stage_count)]
         self.patience = Patience()
@@ -81,6 +82,7 @@ class Roster:
         self._clock = clock
         self._journal = journal
         self._limits = limits
+        self._routing = routing
         self._left_out: set[SessionId] = set()
         self._changed = asyncio.Event()
         self._wake = asyncio.Event()
@@ -89,11 +91,17 @@ class Roster:
 
     def eligible(self, stage: int) -> list[Member]:
         """Peers of the stage that can take work on the run's lineage."""
-        return [
-            m
-            for m in self.stages[stage].values()
-            if m.state is PeerState.READY and m.lineage == self.lineage and not m.health.suspected
-        ]
+        return [m for m in self.stages[stage].values() if self.is_eligible(m)]
+
+    def is_eligible(self, member: Member) -> bool:
+        """The peer can take work on the run's lineage."""
+        # Mostly the same object (see place): this is asked of every peer of a stage for every microbatch.
+        there = member.lineage is self.lineage or member.lineage == self.lineage
+        return there and member.state is PeerState.READY and not member.health.suspected
+
+    def place(self, member: Member, lineage: Lineage) -> None:
+        """Note what a peer holds."""
+        member.lineage = self.lineage if lineage == self.lineage and self.lineage is not None else lineage
 
     def reachable(self, stage: int) -> list[Member]:
         """Peers of the stage that answered last, whatever they hold."""
@@ -104,18 +112,30 @@ class Roster:
         return [stage for stage in range(len(self.stages)) if not self.eligible(stage)]
 
     def pick(
-        self, stage: int, units: float, seed: str, *, avoid: Iterable[PeerId], barred: Iterable[PeerId]
+        self,
+        stage: int,
+        units: float,
+        seed: str,
+        *,
+        avoid: Iterable[PeerId],
+        barred: Iterable[PeerId],
+        waiting_units: float = 0.0,
     ) -> Member | None:
-        """The peer expected to finish first; one in ``avoid`` only if there is no other, one in ``barred`` never.
+        """The peer that takes ``units`` of work; one in ``avoid`` only if there is no other, one in ``barred`` never.
 
-        None if there is none, or all are busy.
+        ``waiting_units`` as in :class:`swarm.policy.routing.Routing`.  None if there is none, or all are busy.
         """
         shunned, never = frozenset(avoid), frozenset(barred)
         now = self._clock.now()
-        free = [m for m in self.eligible(stage) if m.busy_until <= now and m.peer not in never]
-        preferred = [m for m in free if m.peer not in shunned] or free
-        peer = choose(((m.peer, m.lane) for m in preferred), units, seed)
-        return None if peer is None else self.stages[stage][peer]
+        members = self.stages[stage]
+        free = [
+            (peer, member.lane)
+            for peer, member in members.items()
+            if member.busy_until <= now and peer not in never and self.is_eligible(member)
+        ]
+        preferred = ([item for item in free if item[0] not in shunned] or free) if shunned else free
+        peer = self._routing(preferred, units, seed, waiting_units)
+        return None if peer is None else members[peer]
 
     async def changed(self, timeout_seconds: float) -> None:
         """Return when anything changed, or after ``timeout_seconds``."""
@@ -295,6 +315,7 @@ class Roster:
             return report  # what it answered is older than the doubt about it: it is greeted again
         member.distrusted = False
         member.told = greeting.lineage
+        self.place(member, report.lineage)
         member.took(report)
         member.greeted = member.lineage
         if self.lineage is not None and member.lineage.length > self.lineage.length + 1:

@@ -11,6 +11,7 @@ from swarm.errors import StateLost
 from swarm.ids import MicrobatchId, PeerId, SessionId
 from swarm.messages import StateMark
 from swarm.policy.deadlines import LAN, Limits
+from swarm.policy.routing import Routing, choose
 from swarm.policy.sizes import stage_parameters
 from swarm.ports import Batches, Clock, CommitLog, Directory, Journal, StageCalls
 from swarm.records import CommitRecord, LeadRecord, Lineage, Term
@@ -60,11 +61,20 @@ class Trainer:
         boundary: Boundary,
         first_peers: Sequence[int] | None = None,
         limits: Limits = LAN,
+        routing: Routing = choose,
+        window: int | None = None,
         on_step: Callable[[CommitRecord], None] | None = None,
     ) -> None:
+        """``window`` is how many microbatches may be in flight; by default as many as keep all peers busy."""
         self.progress = Progress()
         self.roster = Roster(
-            config=config, calls=calls, directory=directory, clock=clock, journal=journal, limits=limits
+            config=config,
+            calls=calls,
+            directory=directory,
+            clock=clock,
+            journal=journal,
+            limits=limits,
+            routing=routing,
         )
         self._config = config
         self._trainer = trainer
@@ -79,6 +89,7 @@ class Trainer:
         self._state_timeout_seconds = state_timeout_seconds
         self._boundary = boundary
         self._first_peers = first_peers
+        self._fixed_window = window
         self._on_step = on_step
 
     async def run(self, steps: int) -> None:
@@ -222,9 +233,11 @@ class Trainer:
                 tasks.create_task(one(passage))
 
     def _window(self) -> int:
-        """Microbatches in flight: two per peer keep every queue filled, one per stage is on its way."""
+        """Microbatches in flight: four per peer keep the queues of fast and slow ones filled (docs/simulation.md)."""
+        if self._fixed_window is not None:
+            return self._fixed_window
         peers = sum(len(self.roster.eligible(stage)) for stage in range(len(self.roster.stages)))
-        return max(4, 2 * peers + len(self.roster.stages))
+        return max(4, 4 * peers)
 
     def _closes(self, ledger: Ledger, fences: Fences, pipeline: Pipeline) -> list[StageClose]:
         return [

@@ -1,4 +1,4 @@
-"""An all-reduce in memory: the group meets, its bytes take their time, and each member learns the sum or whom it missed."""
+"""An all-reduce in memory: the group meets, its bytes take their time, each member learns the sum or whom it missed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from swarm.errors import NotFinite, ReduceFailed
 from swarm.ids import PeerId
-from swarm.messages import ReduceRequest
+from swarm.messages import GroupMember, ReduceRequest, StepKey
 from swarm.sim.arithmetic import ZERO, add, mean
 from swarm.sim.links import carry
 from swarm.sim.network import Network, Node
@@ -29,6 +29,8 @@ class Meeting:
     nodes: dict[PeerId, Node] = field(default_factory=dict)
     through: set[PeerId] = field(default_factory=set)
     """Members whose bytes have all gone out and come in."""
+    left: set[PeerId] = field(default_factory=set)
+    """Members that gave up before they were through.  They live, so nobody names them."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def notify(self) -> None:
@@ -37,20 +39,24 @@ class Meeting:
         self.changed = asyncio.Event()
 
 
+Group = tuple[StepKey, int, tuple[GroupMember, ...], int]
+
+
 class Meetings:
     """All groups that meet, and the decision whether a member loses the result on the way."""
 
     def __init__(self) -> None:
-        self.open: dict[ReduceRequest, Meeting] = {}
+        self.open: dict[Group, Meeting] = {}
         self.loses: Callable[[PeerId], bool] = lambda peer: False
         self.joined: list[Callable[[Node], None]] = []
         """Called when a member has come to its meeting."""
 
     def begin(self, request: ReduceRequest) -> Meeting:
         """The meeting of this request; those of earlier steps are forgotten."""
-        for other in [r for r in self.open if r.key.stage == request.key.stage and r.key.step < request.key.step - 1]:
+        key = request.key
+        for other in [g for g in self.open if g[0].stage == key.stage and g[0].step < key.step - 1]:
             del self.open[other]
-        return self.open.setdefault(request, Meeting())
+        return self.open.setdefault((key, request.attempt, request.members, request.total_tokens), Meeting())
 
 
 class SimulatedAverager:
@@ -65,24 +71,30 @@ class SimulatedAverager:
         for observer in self._meetings.joined:
             observer(self._node)
         mine = next((m for m in request.members if m.contact == self._node.contact), None)
-        if mine is None or sum(m.tokens for m in request.members) != request.total_tokens:
-            raise ReduceFailed("this peer is not in the group, or the tokens do not add up")
+        peers, counts = [m.contact.peer for m in request.members], [m.tokens for m in request.members]
+        if mine is None or len(set(peers)) != len(peers):
+            raise ReduceFailed("this peer is not (once) in the group")
+        if min(counts) < 0 or sum(counts) != request.total_tokens or request.total_tokens < 1:
+            raise ReduceFailed(f"the members' tokens {counts} do not add up to {request.total_tokens}")
         if mine.tokens > 0 and any(math.isnan(value) for value in gradient_sum):
             raise NotFinite("gradient")
         meeting = self._meetings.begin(request)
-        me, everybody = mine.contact.peer, {m.contact.peer for m in request.members}
+        me = mine.contact.peer
+        if me in meeting.parts:
+            raise ReduceFailed("this attempt at the all-reduce was made already")
         meeting.parts[me] = (gradient_sum, mine.tokens)
         meeting.nodes[me] = self._node
         meeting.notify()
         try:
             async with asyncio.timeout(request.deadline_seconds):
-                await self._until(meeting, lambda: self._missing(meeting, everybody, set(meeting.parts)))
-                await self._exchange(request)
-                meeting.through.add(me)
-                meeting.notify()
-                await self._until(meeting, lambda: self._missing(meeting, everybody, meeting.through), patient=True)
+                await self._meet(meeting, request, me)
         except TimeoutError:
             raise ReduceFailed(f"not done within {request.deadline_seconds:g} s") from None
+        finally:
+            meeting.parts[me] = (tuple(gradient_sum), mine.tokens)  # the sum itself is not read any more
+            if me not in meeting.through and self._node.alive:
+                meeting.left.add(me)
+                meeting.notify()
         if self._meetings.loses(me):
             raise ReduceFailed("the result was lost on the way")
         total, weight = ZERO, 0
@@ -93,21 +105,34 @@ class SimulatedAverager:
             raise ReduceFailed(f"a part has weight {weight}, not {request.total_tokens}")
         return mean(total, weight)
 
+    async def _meet(self, meeting: Meeting, request: ReduceRequest, me: PeerId) -> None:
+        """Raises ReduceFailed if somebody does not come, or leaves."""
+        everybody = {m.contact.peer for m in request.members}
+        # As the real one: a member that waits for the others' deadline would be too late to tell whom it missed.
+        seconds = min(MEETING_SECONDS, request.deadline_seconds / 3)
+        await self._until(seconds, meeting, lambda: self._missing(meeting, everybody, set(meeting.parts)))
+        await self._exchange(request)
+        meeting.through.add(me)
+        meeting.notify()
+        await self._until(seconds, meeting, lambda: self._missing(meeting, everybody, meeting.through), patient=True)
+
     def _missing(self, meeting: Meeting, everybody: set[PeerId], there: set[PeerId]) -> set[PeerId]:
         """Members that are not there, or from whom nothing comes."""
         return {peer for peer in everybody if peer not in there or self._unreachable(meeting, peer)}
 
     def _unreachable(self, meeting: Meeting, peer: PeerId) -> bool:
         node = meeting.nodes.get(peer)
-        if node is None or node is self._node:
-            return node is None
+        if node is None or node is self._node or peer in meeting.left:
+            return node is not self._node
         own, other = self._node.machine.name, node.machine.name
         return not node.alive or self._network.blocked(own, other) or self._network.blocked(other, own)
 
-    async def _until(self, meeting: Meeting, missing: Callable[[], set[PeerId]], *, patient: bool = False) -> None:
+    async def _until(
+        self, seconds: float, meeting: Meeting, missing: Callable[[], set[PeerId]], *, patient: bool = False
+    ) -> None:
         """Wait until nobody is missing.
 
-        Raises ReduceFailed once somebody has been for MEETING_SECONDS; ``patient``: those that are still sending,
+        Raises ReduceFailed once somebody has been for ``seconds``; ``patient``: those that are still sending,
         however slowly, may take longer.
         """
         loop = asyncio.get_running_loop()
@@ -115,10 +140,10 @@ class SimulatedAverager:
         while gone := missing():
             if patient and not any(self._unreachable(meeting, peer) for peer in gone):
                 since = loop.time()
-            if loop.time() - since >= MEETING_SECONDS:
-                raise ReduceFailed("members did not come", unreachable=tuple(sorted(gone)))
+            if loop.time() - since >= seconds:
+                raise ReduceFailed("members did not come, or left", unreachable=tuple(sorted(gone - meeting.left)))
             try:
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(min(LOOK_SECONDS, seconds)):
                     await meeting.changed.wait()
             except TimeoutError:
                 continue

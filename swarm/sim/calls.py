@@ -29,6 +29,7 @@ from swarm.messages import (
     VoidRequest,
 )
 from swarm.ports import StageService
+from swarm.sim import streams
 from swarm.sim.network import Network, Node
 from swarm.sim.weather import Call
 from swarm.tensors import Buffer, TensorData
@@ -44,18 +45,10 @@ class SimulatedCalls:
         self._node = node
 
     async def forward(self, to: Contact, request: ForwardRequest) -> TensorData:
-        async def run(service: StageService) -> TensorData:
-            service.admit("forward", request.call.deadline_seconds)
-            return await service.forward(request)
-
-        return await self._call("forward", to, request, request.call.deadline_seconds, run)
+        return await self._call("forward", to, request, request.call.deadline_seconds, lambda s: s.forward(request))
 
     async def backward(self, to: Contact, request: BackwardRequest) -> BackwardReply:
-        async def run(service: StageService) -> BackwardReply:
-            service.admit("backward", request.call.deadline_seconds)
-            return await service.backward(request)
-
-        return await self._call("backward", to, request, request.call.deadline_seconds, run)
+        return await self._call("backward", to, request, request.call.deadline_seconds, lambda s: s.backward(request))
 
     async def void(self, to: Contact, request: VoidRequest, timeout_seconds: float) -> VoidReply:
         return await self._call("void", to, request, timeout_seconds, lambda s: s.void(request))
@@ -82,7 +75,7 @@ class SimulatedCalls:
         self, to: Contact, request: StateRequest, timeout_seconds: float
     ) -> tuple[StateHead, AsyncIterator[Buffer]]:
         call = self._head("fetch_state", to, request)
-        return await self._network.stream(self._node, call, timeout_seconds, lambda s: s.fetch_state(request))
+        return await streams.fetch(self._network, self._node, call, timeout_seconds, lambda s: s.fetch_state(request))
 
     async def fetch_gradient(
         self, to: Contact, request: GradientRequest, timeout_seconds: float
@@ -91,7 +84,7 @@ class SimulatedCalls:
             return None, await service.fetch_gradient(request)
 
         call = self._head("fetch_gradient", to, request)
-        return (await self._network.stream(self._node, call, timeout_seconds, run))[1]
+        return (await streams.fetch(self._network, self._node, call, timeout_seconds, run))[1]
 
     async def _call(
         self, kind: str, to: Contact, request: Any, seconds: float, run: Callable[[StageService], Awaitable[T]]

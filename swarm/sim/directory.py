@@ -40,10 +40,9 @@ class Board:
     peers: dict[tuple[RunHash, int], dict[PeerId, deque[Written[PeerRecord]]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    leads: dict[RunHash, deque[Written[LeadRecord]]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=VERSIONS))
-    )
-    configs: dict[RunHash, RunConfig] = field(default_factory=dict)
+    leads: dict[RunHash, dict[PeerId, deque[Written[LeadRecord]]]] = field(default_factory=lambda: defaultdict(dict))
+    """By trainer, as on the DHT: each renews its own."""
+    configs: dict[RunHash, Written[RunConfig]] = field(default_factory=dict)
     operations: Counter[str] = field(default_factory=Counter)
     read_bytes: Counter[str] = field(default_factory=Counter)
     """By machine."""
@@ -83,8 +82,29 @@ class Board:
         return [record for _, record in found if record is not None]
 
     def lead(self, run: RunHash, at: float) -> LeadRecord | None:
-        """The lease that a reader finds."""
-        return _seen(self.leads[run], at, world_seconds()) if run in self.leads else None
+        """The lease that a reader finds: of the greatest term that has not expired."""
+        now = world_seconds()
+        found = (_seen(versions, at, now) for versions in self.leads[run].values())
+        return max((lease for lease in found if lease is not None), key=lambda lease: lease.term, default=None)
+
+    def lease(self, record: LeadRecord, lifetime_seconds: float) -> None:
+        """A trainer's own lease, seen at once."""
+        now = world_seconds()
+        versions = self.leads[record.run].setdefault(record.trainer, deque(maxlen=VERSIONS))
+        versions.append(Written(now, now + lifetime_seconds, record))
+
+    def publish(self, config: RunConfig, lifetime_seconds: float) -> None:
+        """A run's config, as others get it."""
+        known = self.configs.get(config.hash)
+        public = known.record if known is not None else RunConfig.from_published(config.published(), config.hash)
+        now = world_seconds()
+        self.configs[config.hash] = Written(now, now + lifetime_seconds, public)
+
+    def runs(self) -> list[RunConfig]:
+        """All configs that have not expired."""
+        now = world_seconds()
+        found = [c.record for c in self.configs.values() if c.record is not None and c.expires > now]
+        return sorted(found, key=lambda config: (config.run.name, config.hash))
 
     def _versions(self, record: PeerRecord) -> deque[Written[PeerRecord]]:
         return self.peers[record.run, record.stage].setdefault(record.peer, deque(maxlen=VERSIONS))
@@ -112,6 +132,7 @@ class SimulatedDirectory:
         *,
         delay_seconds: float = 0.2,
         lifetime_seconds: float = 30.0,
+        run_lifetime_seconds: float = 300.0,
         staleness_seconds: float = 0.0,
         sees_lead: bool = True,
     ) -> None:
@@ -120,6 +141,7 @@ class SimulatedDirectory:
         self._node = node
         self._delay_seconds = delay_seconds
         self._lifetime_seconds = lifetime_seconds
+        self._run_lifetime_seconds = run_lifetime_seconds
         self._staleness_seconds = staleness_seconds
         self._sees_lead = sees_lead
         self._current = 0.0
@@ -145,21 +167,16 @@ class SimulatedDirectory:
         return self._board.lead(run, self._view()) if self._sees_lead else None
 
     async def renew_lead(self, record: LeadRecord) -> None:
-        if not self._writes("renew_lead"):
-            return
-        versions = self._board.leads[record.run]
-        known = versions[-1].record if versions else None
-        if known is None or known.term <= record.term:
-            now = world_seconds()
-            versions.append(Written(now, now + self._lifetime_seconds, record))
+        if self._writes("renew_lead"):
+            self._board.lease(record, self._lifetime_seconds)
 
     async def publish_run(self, config: RunConfig) -> None:
         if self._writes("publish_run"):
-            self._board.configs[config.hash] = config
+            self._board.publish(config, self._run_lifetime_seconds)
 
     async def runs(self) -> list[RunConfig]:
         await self._read("runs")
-        return list(self._board.configs.values())
+        return self._board.runs()
 
     # --- reach ----------------------------------------------------------------------
 

@@ -53,13 +53,11 @@ class SimulatedExecutor:
                 if future.cancelled():
                     continue
                 self._running = True
-                try:
-                    result = await _stand_for(job)
-                except Exception as error:  # noqa: BLE001 - it belongs to whoever waits for the job
-                    if not future.done():
-                        future.set_exception(error)
-                else:
-                    if not future.done():
+                result, error = await _stand_for(job)
+                if not future.done():
+                    if error is not None:
+                        future.set_exception(_for_a_future(error))
+                    else:
                         future.set_result(result)
                 self._running = False
         finally:
@@ -67,9 +65,23 @@ class SimulatedExecutor:
             self._worker = None
 
 
-async def _stand_for(job: Callable[[], Any]) -> Any:
-    """The job's result; the seconds that it asks for pass on the loop."""
-    thread = greenlet.greenlet(job)
+def _for_a_future(error: BaseException) -> BaseException:
+    """asyncio takes no StopIteration."""
+    return RuntimeError("job raised StopIteration") if isinstance(error, StopIteration) else error
+
+
+async def _stand_for(job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    """The job's result or error; the seconds that it asks for pass on the loop."""
+
+    def body() -> tuple[Any, BaseException | None]:
+        try:
+            return job(), None
+        except greenlet.GreenletExit:
+            raise
+        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to whoever waits for the job
+            return None, error
+
+    thread = greenlet.greenlet(body)
     thread.gr_context = copy_context()
     outcome = thread.switch()
     while not thread.dead:
@@ -79,4 +91,5 @@ async def _stand_for(job: Callable[[], Any]) -> Any:
             thread.throw()  # ends it with GreenletExit
             raise
         outcome = thread.switch()
-    return outcome
+    result: tuple[Any, BaseException | None] = outcome
+    return result

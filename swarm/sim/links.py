@@ -72,7 +72,7 @@ class Link:
     def _deliver(self) -> None:
         self._timer = None
         self._advance()
-        slack = 1e-6 + 1e-12 * self._each_bytes
+        slack = 0.5 + 1e-12 * self._each_bytes  # of a byte: time itself is not finer than that
         while self._transfers and self._transfers[0][0] <= self._each_bytes + slack:
             done = heapq.heappop(self._transfers)[2]
             if not done.done():

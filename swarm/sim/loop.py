@@ -168,7 +168,7 @@ def world_seconds() -> float:
 
 
 def world_later(seconds: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-    """Call ``callback`` as the world's own code: no pause of a process holds it back, no clock but the true one counts."""
+    """Call ``callback`` as the world's own code: no pause of a process holds it back, only the true clock counts."""
     return Context().run(_running().call_later, seconds, callback)
 
 

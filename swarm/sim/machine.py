@@ -12,9 +12,9 @@ import greenlet
 from swarm.sim.links import Link
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Device:
-    """What computes.  Work is counted in units: a forward of one microbatch at one stage is 1, if not said otherwise."""
+    """What computes.  Work is counted in units: a forward of one microbatch at one stage is 1."""
 
     seconds_per_unit: float = 0.1
     slowness: float = 1.0

@@ -1,35 +1,32 @@
 """Calls between simulated processes: links, latency, partitions, deaths, and whatever else the weather decides.
 
 A call runs as a task of the callee's process, so a death cancels what it computes and its callers see a broken
-connection, and a pause holds what has arrived; a caller's time-out cancels the callee's task as gRPC does.  While two
-machines are cut off from each other, what they send waits, as TCP would send it again.  An error that is not the
-protocol's reaches the caller as PeerFailed, as over gRPC, and is kept in :attr:`Network.failures`.
+connection, and a pause holds what has arrived; a caller's time-out cancels the callee's task as gRPC does.  A peer is
+asked for admission when the head of a forward or backward has come, before its tensors.  While two machines are cut off
+from each other, what they send waits, as TCP would send it again.  An error that is not the protocol's reaches the
+caller as PeerFailed, as over gRPC, and is kept in :attr:`Network.failures`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from swarm.errors import PeerFailed, SwarmError, TimedOut, Unreachable, WrongRun
-from swarm.messages import Contact
+from swarm.errors import FAILURES, PeerFailed, TimedOut, Unreachable, WrongRun
+from swarm.messages import BackwardRequest, Contact, ForwardRequest
 from swarm.policy.deadlines import LONGEST_CALL_SECONDS
 from swarm.ports import StageService
 from swarm.sim.links import carry
 from swarm.sim.loop import Process, world_later
 from swarm.sim.machine import Machine
 from swarm.sim.weather import FAIR, Call, FairWeather, Fate, Weather
-from swarm.sim.weights import Weights
-from swarm.tensors import Buffer
+from swarm.sim.weights import CONTROL_BYTES, Weights
 
 T = TypeVar("T")
-H = TypeVar("H")
 
-STREAM_PIECES = 8
-"""In so many parts a state or gradient travels; between two of them anything may happen."""
 GREATEST_PATIENCE = 8.0
 """Of the roles' deadlines."""
 
@@ -118,6 +115,11 @@ class Network:
         """Nothing goes from one machine to another now."""
         return any(cut.blocks(source, target) for cut in self.cuts)
 
+    async def healed(self, source: str, target: str) -> None:
+        """Wait while nothing goes from one machine to another."""
+        while self.cuts and self.blocked(source, target):
+            await self._healed.wait()
+
     def _heal(self, cut: Cut) -> None:
         self.cuts.remove(cut)
         self._healed.set()
@@ -127,36 +129,23 @@ class Network:
 
     async def call(self, caller: Node, call: Call, seconds: float, run: Callable[[StageService], Awaitable[T]]) -> T:
         """One call with a time-out."""
-        return await self._call(caller, call, self._begin(call), seconds, run)
+        return await self.exchange(caller, call, self.begin(call), seconds, run)
 
-    async def stream(
-        self,
-        caller: Node,
-        call: Call,
-        seconds: float,
-        run: Callable[[StageService], Awaitable[tuple[H, AsyncIterator[Buffer]]]],
-    ) -> tuple[H, AsyncIterator[Buffer]]:
-        """One call whose answer is a head and then bytes; the stream breaks when the callee dies."""
-        fate = self._begin(call)
-        node = self.nodes.get(call.to.endpoint)
-        head, chunks = await self._call(caller, call, fate, seconds, run)
-        if node is None:
-            raise Unreachable("connection reset")
-        return head, self._pieces(caller, node, call, fate, seconds, chunks)
-
-    def _begin(self, call: Call) -> Fate:
+    def begin(self, call: Call) -> Fate:
+        """A call is made."""
         self.calls[call.kind] = self.calls.get(call.kind, 0) + 1
         for observer in self.before_call:
             observer(call)
         return self.weather.fate(call)
 
-    async def _call(
+    async def exchange(
         self, caller: Node, call: Call, fate: Fate, seconds: float, run: Callable[[StageService], Awaitable[T]]
     ) -> T:
+        """Request and answer of a call that has begun."""
         if not 0 <= seconds <= GREATEST_PATIENCE * LONGEST_CALL_SECONDS:
             self.failures.append(ValueError(f"{call.kind} may wait for {seconds} s"))
         if fate.late_copy_seconds is not None:
-            task = asyncio.create_task(self._arrive_late(fate.late_copy_seconds, call.to, run))
+            task = asyncio.create_task(self._arrive_late(fate.late_copy_seconds, call, run))
             self._late.add(task)
             task.add_done_callback(self._late.discard)
         try:
@@ -170,26 +159,31 @@ class Network:
 
     async def _deliver(self, caller: Node, call: Call, fate: Fate, run: Callable[[StageService], Awaitable[T]]) -> T:
         node = await self._reach(caller, call, fate)
-        task = self._start(caller, node, call, fate, run)
+        task = self.spawn(node, self._arrive(caller, node, call, fate, run))
         if fate.repeat:
-            self._start(caller, node, call, FAIR, run)
+            self.spawn(node, self._arrive(caller, node, call, FAIR, run))
+        answer = await self.outcome(task, call.to)
+        if fate.lose_reply:
+            await _for_ever()
+        if fate.reset_reply:
+            raise Unreachable("connection reset")
+        seconds = _latency(node.machine, caller.machine) + fate.reply_seconds
+        await self._travel(call.kind, node.machine, caller.machine, self.weights.answer(answer), seconds)
+        return answer
+
+    async def outcome(self, task: asyncio.Task[T], to: Contact) -> T:
+        """What a task of the callee's process gives; whoever gives up waiting ends it."""
         try:
-            # Shielded: a repeat goes on even when its twin has answered, as on a real network.
-            answer = await asyncio.shield(task)
+            # Shielded: whether the task or the one who waits was cancelled makes a difference.
+            return await asyncio.shield(task)
         except (asyncio.CancelledError, Unreachable):
             this = asyncio.current_task()
             if this is not None and this.cancelling():
                 task.cancel()
                 raise
-            if call.to.endpoint in self.dark:
+            if to.endpoint in self.dark:
                 await _for_ever()
             raise Unreachable("connection reset") from None
-        if fate.lose_reply:
-            await _for_ever()
-        if fate.reset_reply:
-            raise Unreachable("connection reset")
-        await self._travel(call.kind, node.machine, caller.machine, self.weights.answer(answer), fate.reply_seconds)
-        return answer
 
     async def _reach(self, caller: Node, call: Call, fate: Fate) -> Node:
         """Whoever listens at the endpoint now."""
@@ -204,68 +198,35 @@ class Network:
     async def _travel(self, kind: str, source: Machine, target: Machine, nbytes: int, seconds: float) -> None:
         source.sent_bytes[kind] += nbytes
         target.received_bytes[kind] += nbytes
-        while self.cuts and self.blocked(source.name, target.name):
-            await self._healed.wait()
+        await self.healed(source.name, target.name)
         await carry(nbytes, source.up, target.down)
-        await asyncio.sleep(source.latency_seconds + target.latency_seconds + seconds)
-        while self.cuts and self.blocked(source.name, target.name):
-            await self._healed.wait()
-
-    async def _arrive_late(self, seconds: float, to: Contact, run: Callable[[StageService], Awaitable[Any]]) -> None:
         await asyncio.sleep(seconds)
-        node = self.nodes.get(to.endpoint)
+        await self.healed(source.name, target.name)
+
+    async def _arrive_late(self, seconds: float, call: Call, run: Callable[[StageService], Awaitable[Any]]) -> None:
+        await asyncio.sleep(seconds)
+        node = self.nodes.get(call.to.endpoint)
         if node is not None:
-            self._spawn(node, self._serve(node, to, run))
+            self.spawn(node, self._serve_late(node, call, run))
 
-    async def _pieces(
-        self, caller: Node, node: Node, call: Call, fate: Fate, gap_seconds: float, chunks: AsyncIterator[Buffer]
-    ) -> AsyncIterator[Buffer]:
-        source, target = node.machine, caller.machine
-        total = self.weights.stream(call.kind, call.request.stage)
-        sent = 0
-        async for chunk in chunks:
-            view = memoryview(chunk).cast("B")
-            size = max(1, math.ceil(len(view) / STREAM_PIECES))
-            for start in range(0, len(view), size):
-                piece = view[start : start + size]
-                try:
-                    await self._piece(call.kind, source, target, max(len(piece), total // STREAM_PIECES), gap_seconds)
-                except TimeoutError:
-                    raise TimedOut(f"nothing came for {gap_seconds:.1f} s") from None
-                if not node.alive:
-                    if call.to.endpoint in self.dark:
-                        await asyncio.sleep(gap_seconds)
-                    raise Unreachable("connection reset")
-                yield piece
-                sent += 1
-                if fate.kill_amid_stream and sent >= STREAM_PIECES // 2:
-                    node.kill()
-
-    async def _piece(self, kind: str, source: Machine, target: Machine, nbytes: int, gap_seconds: float) -> None:
-        """One part of a stream; however slow the link, only what stands still for ``gap_seconds`` is given up."""
-        source.sent_bytes[kind] += nbytes
-        target.received_bytes[kind] += nbytes
-        await carry(nbytes, source.up, target.down)
-        await asyncio.sleep((source.latency_seconds + target.latency_seconds) / STREAM_PIECES)
-        async with asyncio.timeout(gap_seconds):
-            while self.cuts and self.blocked(source.name, target.name):
-                await self._healed.wait()
+    async def _serve_late(self, node: Node, call: Call, run: Callable[[StageService], Awaitable[Any]]) -> None:
+        self._admit(node, call)
+        await self._serve(node, call, run)
 
     # --- the callee's side ------------------------------------------------------------
-
-    def _start(
-        self, caller: Node, node: Node, call: Call, fate: Fate, run: Callable[[StageService], Awaitable[T]]
-    ) -> asyncio.Task[T]:
-        return self._spawn(node, self._arrive(caller, node, call, fate, run))
 
     async def _arrive(
         self, caller: Node, node: Node, call: Call, fate: Fate, run: Callable[[StageService], Awaitable[T]]
     ) -> T:
         """The request's way, the work, and what happens before and after it."""
-        nbytes = self.weights.request(call.request)
-        await self._travel(call.kind, caller.machine, node.machine, nbytes, fate.request_seconds)
+        seconds = _latency(caller.machine, node.machine) + fate.request_seconds
+        await self._travel(call.kind, caller.machine, node.machine, CONTROL_BYTES, seconds)
+        self._admit(node, call)
+        tensor_bytes = self.weights.request(call.request) - CONTROL_BYTES
+        if tensor_bytes:
+            await self._travel(call.kind, caller.machine, node.machine, tensor_bytes, 0.0)
         self._happens(node, fate.kill_before, fate.on_request)
-        answer = await self._serve(node, call.to, run)
+        answer = await self._serve(node, call, run)
         self._happens(node, fate.kill_after, fate.on_reply)
         return answer
 
@@ -278,23 +239,46 @@ class Network:
         if not node.alive:
             raise Unreachable("connection reset")
 
-    def _spawn(self, node: Node, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def spawn(self, node: Node, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """A task of a process that serves; it ends with it."""
         task = node.process.spawn(work)
         node.tasks.add(task)
         task.add_done_callback(node.tasks.discard)
         task.add_done_callback(_look)
         return task
 
-    async def _serve(self, node: Node, to: Contact, run: Callable[[StageService], Awaitable[T]]) -> T:
-        if node.contact != to or node.service is None:
-            raise WrongRun("another process listens there now")
+    def _admit(self, node: Node, call: Call) -> None:
+        """Ask for admission, once the head is there.  Raises what the peer answers instead."""
+        if isinstance(call.request, ForwardRequest | BackwardRequest):
+            with self.root():
+                _listening(node, call.to).admit(call.kind, call.request.call.deadline_seconds)
+
+    async def _serve(self, node: Node, call: Call, run: Callable[[StageService], Awaitable[T]]) -> T:
+        with self.root():
+            return await run(_listening(node, call.to))
+
+    @contextmanager
+    def root(self) -> Iterator[None]:
+        """The root of the callee's task: the protocol's errors go to the caller as they are, others as PeerFailed."""
         try:
-            return await run(node.service)
-        except SwarmError:
+            yield
+        except FAILURES:
             raise
-        except Exception as error:  # the root of the callee's task
+        except TimeoutError:
+            raise TimedOut("a deadline passed at the peer") from None
+        except Exception as error:  # whatever it is, the caller must know
             self.failures.append(error)
             raise PeerFailed(f"{type(error).__name__}: {error}") from error
+
+
+def _listening(node: Node, to: Contact) -> StageService:
+    if node.contact != to or node.service is None:
+        raise WrongRun("another process listens there now")
+    return node.service
+
+
+def _latency(source: Machine, target: Machine) -> float:
+    return source.latency_seconds + target.latency_seconds
 
 
 async def _for_ever() -> None:

@@ -49,10 +49,14 @@ class NumericStage:
         poisons: frozenset[Poison] = frozenset(),
         *,
         device: Device | None = None,
+        work: float = 1.0,
         gradient_bytes: int = 8 * WIDTH,
         graph_bytes: int = 0,
     ) -> None:
-        """``gradient_bytes`` and ``graph_bytes`` (of one microbatch) are those of the model that is stood for."""
+        """``work`` is what a forward takes, in units of the device.
+
+        ``gradient_bytes`` and ``graph_bytes`` (of one microbatch) are those of the model that is stood for.
+        """
         self.stage = stage
         self.last = stage == stages - 1
         self.poisons = poisons
@@ -76,6 +80,7 @@ class NumericStage:
         self._reduced: Vector | None = None
         self._graphs: dict[tuple[int, MicrobatchId], Vector] = {}
         self._graph_bytes = graph_bytes
+        self._work = work
 
     # --- microbatches ---------------------------------------------------------------
 
@@ -84,15 +89,17 @@ class NumericStage:
 
     def check_backward(self, request: BackwardRequest) -> None:
         unpack(request.seed)
+        if request.inputs is not None:
+            unpack(request.inputs)
 
     def probe(self) -> float:
         before = self.device.busy_seconds
-        self.device.compute(FORWARD_UNITS)
+        self.device.compute(self._work * FORWARD_UNITS)
         return self.device.busy_seconds - before
 
     def forward(self, draw: Draw, inputs: TensorData, *, keep_graph: bool) -> TensorData:
         values = unpack(inputs)
-        self.device.compute(FORWARD_UNITS)
+        self.device.compute(self._work * FORWARD_UNITS)
         if self._poisoned(draw, "output") or self._is_sick(draw):
             raise NotFinite("output")
         if keep_graph and self._has_room():
@@ -100,15 +107,15 @@ class NumericStage:
         return pack(forward(self.parameters, values))
 
     def backward(self, draw: Draw, inputs: TensorData | None, seed: TensorData) -> Gradient:
-        values = self._graphs.pop((draw.step, draw.microbatch), None)
-        recomputes = values is None or self.last
-        if inputs is not None:
-            values = unpack(inputs)
+        seeds = unpack(seed)
+        kept = self._graphs.pop((draw.step, draw.microbatch), None)
+        values = kept if inputs is None else unpack(inputs)
         if values is None:
             raise NeedsInput("the graph is gone")
+        recomputes = values != kept or self.last
         self.recomputed += recomputes and not self.last
-        self.device.compute(BACKWARD_UNITS + (FORWARD_UNITS if recomputes else 0.0))
-        seeds, loss = unpack(seed), None
+        self.device.compute(self._work * (BACKWARD_UNITS + (FORWARD_UNITS if recomputes else 0.0)))
+        loss = None
         if self.last:
             seeds, loss = loss_seed(forward(self.parameters, values), seeds)
         gradient_in, gradient = backward(self.parameters, values, seeds)
@@ -163,11 +170,13 @@ class NumericStage:
     # --- the averaged gradient --------------------------------------------------------
 
     def set_reduced(self, mean: Any) -> tuple[Digest, float]:
-        self._reduced = mean
+        if len(mean) != WIDTH:
+            raise ValueError(f"{len(mean)} numbers")
+        self._reduced = tuple(mean)
         return Digest(hashlib.sha256(pack(mean).data).hexdigest()), float(sum(mean) % 1009)
 
     def reduced_bytes(self) -> Buffer:
-        return pack(self._reduced or ZERO).data
+        return pack(self._kept()).data
 
     def load_reduced(self, data: Buffer) -> tuple[Digest, float]:
         if len(data) != 8 * WIDTH:
@@ -175,11 +184,17 @@ class NumericStage:
         return self.set_reduced(struct.unpack(f"<{WIDTH}q", bytes(data)))
 
     def apply(self, step: int, clip_factor: float) -> float:
-        self.device.compute(UPDATE_UNITS)
-        self.parameters = updated(self.parameters, self._reduced or ZERO)
+        reduced = self._kept()
+        self.device.compute(self._work * UPDATE_UNITS)
+        self.parameters = updated(self.parameters, reduced)
         self.drop_gradient()
         self._graphs.clear()
         return self.squared_norm()
+
+    def _kept(self) -> Vector:
+        if self._reduced is None:
+            raise ValueError("no reduced gradient is set")
+        return self._reduced
 
     # --- parameters -------------------------------------------------------------------
 
@@ -195,10 +210,14 @@ class NumericStage:
     def load(self, layout: str, data: Buffer) -> None:
         if json.loads(layout) != {"stage": self.stage} or len(data) != 8 * WIDTH:
             raise ValueError("another stage's state")
-        self.parameters = struct.unpack(f"<{WIDTH}q", bytes(data))
-        self.drop_gradient()
-        self._graphs.clear()
+        self._take(struct.unpack(f"<{WIDTH}q", bytes(data)))
 
     def reset(self) -> None:
-        self.parameters = initial(self.stage)
+        self._take(initial(self.stage))
+
+    def _take(self, parameters: Vector) -> None:
+        """What belongs to other parameters is dropped."""
+        self.parameters = parameters
+        self._reduced = None
         self.drop_gradient()
+        self._graphs.clear()

@@ -63,6 +63,8 @@ class SimulatedSwarm:
         self.sick = sick
         self.truth = Truth(config, poisons, sick)
         self.invariants = Invariants(self.peers, self.truth, thorough=thorough)
+        self.recomputed = 0
+        """Backwards of lives that ended whose forward had to be run again."""
         self._graph_bytes = graph_bytes
         self._limits = limits
         self._staleness_seconds = staleness_seconds
@@ -82,8 +84,12 @@ class SimulatedSwarm:
         *,
         machine: Callable[[], Machine] | None = None,
         clock_rate: float = 1.0,
+        work: float = 1.0,
     ) -> PeerId:
-        """Start a peer, or a new life of one that died; its machine, by default one of ``slowness``, stays the same."""
+        """Start a peer, or a new life of one that died; its machine, by default one of ``slowness``, stays the same.
+
+        ``work``: what a forward at this stage takes, in the units of the machine's device.
+        """
         peer_id = PeerId(name)
         if peer_id in self.peers:
             raise ValueError(f"{name} lives already")
@@ -99,6 +105,7 @@ class SimulatedSwarm:
             self.config.model.stage_count,
             self.poisons | self.sick if sick else self.poisons,
             device=place.device,
+            work=work,
             gradient_bytes=gradient_bytes,
             graph_bytes=self._graph_bytes,
         )
@@ -138,6 +145,7 @@ class SimulatedSwarm:
         self._end(life)
 
     def _end(self, life: LivePeer) -> None:
+        self.recomputed += life.module.recomputed
         life.node.process.resume()
         life.executor.die()
         life.task.cancel()

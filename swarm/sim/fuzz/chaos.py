@@ -13,6 +13,7 @@ from swarm.sim.fuzz.operator import Operator
 from swarm.sim.fuzz.schedule import MESSAGES, Fault, Kind, Schedule
 from swarm.sim.lives import LivePeer
 from swarm.sim.loop import Process, world_later, world_seconds
+from swarm.sim.machine import Device
 from swarm.sim.network import Cut, Node
 from swarm.sim.swarm import SimulatedSwarm
 from swarm.sim.weather import FAIR, Call, Fate
@@ -37,6 +38,7 @@ class Chaos:
         """What will happen to the next calls at a point, or to and from a machine."""
         self._loses: Counter[PeerId] = Counter()
         self._stages: dict[PeerId, int] = {}
+        self._slowed: list[Device] = []
         self._joiners = 0
         for fault in schedule.faults:
             self._due[fault.point, fault.nth].append(fault)
@@ -170,11 +172,15 @@ class Chaos:
         return True
 
     def _slow(self, fault: Fault, life: LivePeer) -> bool:
-        device, times = life.node.machine.device, 1 + 2 * fault.amount
-        device.slowness *= times
+        device, before = life.node.machine.device, life.node.machine.device.slowness
+        if device in self._slowed:
+            return False
+        self._slowed.append(device)
+        device.slowness = before * (1 + 2 * fault.amount)
 
         def end() -> None:
-            device.slowness /= times
+            self._slowed.remove(device)
+            device.slowness = before
 
         world_later(fault.seconds, end)
         return True
