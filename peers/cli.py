@@ -170,13 +170,18 @@ def parser() -> argparse.ArgumentParser:
     reference.add_argument("--threads", type=_positive(int), default=1, metavar="N", help="default: 1")
     reference.add_argument("--report", type=Path, metavar="FILE", help="write a JSON report and a plot beside it")
 
-    simulate = command("simulate", "the same roles on a virtual clock: random faults (--fuzz), or a scenario from a file")
+    simulate = command(
+        "simulate", "the same roles on a virtual clock: random faults (--fuzz), or a scenario from a file"
+    )
     simulate.add_argument(
         "scenario", type=Path, nargs="?", metavar="SCENARIO.toml", help="what is simulated (docs/simulation.md)"
     )
     simulate.add_argument("--seed", type=_natural, default=0, metavar="S", help="fixes everything; default: 0")
     simulate.add_argument(
-        "--fuzz", type=_positive(int), metavar="N", help="N random schedules of faults, from seed S on; exit 1 on a fault"
+        "--fuzz",
+        type=_positive(int),
+        metavar="N",
+        help="N random schedules of faults, from seed S on; exit 1 on a fault",
     )
     simulate.add_argument(
         "--only", type=fault_numbers, metavar="3,17", help="with --fuzz 1: only these of the schedule's faults"

@@ -93,5 +93,3 @@ def _conclude(tally: Tally, seconds: float) -> None:
         f"{tally.schedules} schedules, {sum(tally.happened.values())} faults, {tally.calls} calls, "
         f"{tally.virtual_seconds:.0f} virtual seconds in {seconds:.0f} s: {verdict}"
     )
-
-

@@ -39,6 +39,7 @@ pytestmark = pytest.mark.fast
 def shares(seconds_per_unit: list[float], microbatches: int, window: int) -> list[int]:
     """Closed loop: each lane serves its calls in order; a finished microbatch lets the next one in."""
     lanes = [Lane() for _ in seconds_per_unit]
+    named = [(PeerId(str(index)), lane) for index, lane in enumerate(lanes)]
     free_at = [0.0] * len(lanes)
     counts = [0] * len(lanes)
     running: list[tuple[float, int, int, float]] = []
@@ -48,8 +49,9 @@ def shares(seconds_per_unit: list[float], microbatches: int, window: int) -> lis
         if len(running) == window:
             now, _, lane, sent_at = heapq.heappop(running)
             lanes[lane].answered(units, sent_at, now)
-        chosen = choose(enumerate(lanes), units, str(index))
-        assert chosen is not None
+        name = choose(named, units, str(index))
+        assert name is not None
+        chosen = int(name)
         counts[chosen] += 1
         lanes[chosen].sent(units)
         free_at[chosen] = max(now, free_at[chosen]) + units * seconds_per_unit[chosen]
@@ -73,9 +75,9 @@ def test_a_lane_four_times_slower_gets_about_a_fifth() -> None:
 def test_equals_share_equally_and_ties_depend_on_the_seed_alone() -> None:
     counts = shares([0.1, 0.1, 0.1], 399, 9)
     assert max(counts) - min(counts) <= 20
-    lanes = [(name, Lane()) for name in "abcdef"]
+    lanes = [(PeerId(name), Lane()) for name in "abcdef"]
     picks = [choose(lanes, 1.0, str(seed)) for seed in range(30)]
-    assert picks == [choose(reversed(lanes), 1.0, str(seed)) for seed in range(30)]
+    assert picks == [choose(lanes[::-1], 1.0, str(seed)) for seed in range(30)]
     assert len(set(picks)) > 3
 
 
@@ -116,7 +118,7 @@ def test_a_lane_that_timed_out_is_tried_again_some_steps_later() -> None:
         back.begin_step()
         picks = []
         for number in range(20):
-            pick = choose([("steady", steady), ("back", back)], 1.0, str(number))
+            pick = choose([(PeerId("steady"), steady), (PeerId("back"), back)], 1.0, str(number))
             (steady if pick == "steady" else back).sent(1.0)
             picks.append(pick)
         return picks.count("back") / len(picks)

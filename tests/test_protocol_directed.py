@@ -631,7 +631,9 @@ def test_a_new_term_ends_the_reduce_that_reads_the_sum() -> None:
             GroupMember(contact=each.peer.seat.contact, microbatches=(), tokens=int(each is not life))
             for each in swarm.peers.values()
         )
-        request = ReduceRequest(key=old, attempt=0, members=members, total_tokens=len(members) - 1, deadline_seconds=60.0)
+        request = ReduceRequest(
+            key=old, attempt=0, members=members, total_tokens=len(members) - 1, deadline_seconds=60.0
+        )
         reducing = asyncio.create_task(life.peer.reduce(request))
         await asyncio.sleep(1.0)
         new = replace(old, term=Term(51, PeerId("b")))

@@ -121,9 +121,7 @@ class Routing(Protocol):
         """
 
 
-def choose(
-    lanes: Sequence[tuple[PeerId, Lane]], units: float, seed: str, waiting_units: float = 0.0
-) -> PeerId | None:
+def choose(lanes: Sequence[tuple[PeerId, Lane]], units: float, seed: str, waiting_units: float = 0.0) -> PeerId | None:
     """Of the peers that can finish while the stage has work anyway, the one that is free first.
 
     So a slow peer is as busy as a fast one, with few microbatches in flight.  Towards the end of the step, when a peer

@@ -139,7 +139,7 @@ class StageClose:
 
     async def _fence_the_gone(self, known: set[PeerId]) -> None:
         """A life that was credited and is not asked now must not come back with what it held."""
-        for peer in set(self._ledger.credits[self._stage].values()) - known:
+        for peer in {holder.peer for holder in self._ledger.credits[self._stage].values()} - known:
             member = self._roster.stages[self._stage].get(peer)
             if member is not None and not self._fences.holds(member):
                 self._fences.put(member, "not ready at the close")
@@ -191,12 +191,13 @@ class StageClose:
         if not plan.repairs:
             return
         credits = self._ledger.credits[self._stage]
-        lost_by = {m: credits.get(m) for m in plan.repairs}
+        lost_by = {m: credits[m].peer if m in credits else None for m in plan.repairs}
         async with asyncio.TaskGroup() as tasks:
             for microbatch in plan.repairs:
                 passage = self._ledger.passages[microbatch]
                 tasks.create_task(self._pipeline.repair(passage, self._stage, self.attempt + 1))
-        for (lost, by), count in Counter((lost_by[m], credits.get(m)) for m in plan.repairs).items():
+        done_by = {m: credits[m].peer if m in credits else None for m in plan.repairs}
+        for (lost, by), count in Counter((lost_by[m], done_by[m]) for m in plan.repairs).items():
             self._journal.record("repaired", peer=lost, stage=self._stage, by=by, microbatches=count)
 
     # --- reduce -------------------------------------------------------------------

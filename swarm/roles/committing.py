@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from swarm.errors import BadRequest
 from swarm.messages import ApplyRequest, StateMark
 from swarm.policy.deadlines import Limits
@@ -36,6 +38,7 @@ class Committing:
         self._limits = limits
         self._stages = stages
         self._numeric_class = numeric_class
+        self._finishing: set[asyncio.Task[StateMark]] = set()
 
     async def apply(self, request: ApplyRequest) -> StateMark:
         """Apply ``request.commit`` if it is next; answer again if it was the last.  Fetches a missed reduce."""
@@ -49,14 +52,36 @@ class Committing:
             wanted = commit.stages[seat.stage]
             if not self._keeps(request, wanted):
                 await self._reducing.fetch_reduced(key, wanted.attempt, wanted.digest, request.donors)
+        task = asyncio.create_task(self._finish(request), name="apply")
+        self._finishing.add(task)
+        task.add_done_callback(self._finished)
+        return await asyncio.shield(task)
+
+    async def settled(self) -> None:
+        """Return once no update is under way: until then nobody can say which version this peer is at."""
+        while self._finishing:
+            await asyncio.wait(self._finishing)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in self._finishing:
+            task.cancel()
+        await self.settled()
+
+    async def _finish(self, request: ApplyRequest) -> StateMark:
+        """Goes on when the caller has given up: the compute thread does as well."""
         await self._reducing.close()  # the update uses the sum's memory
         try:
-            mark = await self._executor.run(Priority.CONTROL, lambda: self._apply(request))
+            return await self._executor.run(Priority.CONTROL, lambda: self._apply(request))
         finally:
-            if seat.lineage.chain == TORN:
-                seat.fall_behind(key.lineage)
-        seat.touch()
-        return mark
+            if self._seat.lineage.chain == TORN:
+                self._seat.fall_behind(request.key.lineage)
+            self._seat.touch()
+
+    def _finished(self, task: asyncio.Task[StateMark]) -> None:
+        self._finishing.discard(task)
+        if not task.cancelled():
+            task.exception()  # seen, should the caller have gone
 
     def _was_last(self, request: ApplyRequest) -> bool:
         seat = self._seat

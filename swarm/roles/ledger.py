@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from swarm.ids import MicrobatchId, PeerId, SessionId
+from swarm.messages import Contact
 from swarm.tensors import TensorData
 
 
@@ -61,15 +62,16 @@ class Ledger:
         """Attempt at closing that each stage is in; calls sent in it, and before, are over once it is closed."""
         self.placed: list[set[MicrobatchId]] = [set() for _ in range(stages)]
         """Microbatches that a peer of the stage has been chosen for."""
-        self.credits: list[dict[MicrobatchId, PeerId]] = [{} for _ in range(stages)]
+        self.credits: list[dict[MicrobatchId, Contact]] = [{} for _ in range(stages)]
+        """Which life of a peer said that it holds the microbatch."""
 
     def unplaced(self, stage: int) -> int:
         """Microbatches of the step that the stage has not begun."""
         return len(self.passages) - len(self.placed[stage])
 
-    def credit(self, stage: int, microbatch: MicrobatchId, peer: PeerId) -> None:
+    def credit(self, stage: int, microbatch: MicrobatchId, holder: Contact) -> None:
         """The peer said that it holds the microbatch."""
-        self.credits[stage][microbatch] = peer
+        self.credits[stage][microbatch] = holder
 
     @property
     def expected(self) -> frozenset[MicrobatchId]:

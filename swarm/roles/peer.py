@@ -132,6 +132,7 @@ class Peer:
                 tasks.create_task(self._announce(), name="announce")
                 tasks.create_task(self._keep_current(), name="keep current")
         finally:
+            await self.committing.close()
             await self.reducing.close()
             await self._directory.withdraw(self.record())
 
@@ -194,6 +195,9 @@ class Peer:
         """Follow the term, tell what is held; fetch state if the run's lineage says that it is needed."""
         seat = self.seat
         seat.check_place(request.run, seat.stage)
+        seat.follow(request.term)
+        # An update that began under an earlier lead may still end: what is told must not be overtaken by it.
+        await self.committing.settled()
         seat.follow(request.term)
         lineage = request.lineage
         if lineage is not None and seat.state is PeerState.READY and not seat.has_outrun(request.term, lineage):

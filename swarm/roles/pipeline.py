@@ -27,6 +27,7 @@ from swarm.ids import MicrobatchId, PeerId, RunHash
 from swarm.messages import (
     BackwardReply,
     BackwardRequest,
+    Contact,
     ForwardRequest,
     MicrobatchCall,
     StepKey,
@@ -118,6 +119,23 @@ class Pipeline:
         except Excluded:
             self._exclude(passage.microbatch)
 
+    def take_lost(self) -> list[tuple[Contact, int, list[Passage]]]:
+        """Peers that are gone, their stage, and what they held; they are fenced, and no longer credited with it."""
+        lost = []
+        for stage, credits in enumerate(self._ledger.credits):
+            members = self._roster.stages[stage]
+            for holder in set(credits.values()):
+                member = members.get(holder.peer)
+                if member is not None and member.contact == holder:
+                    continue
+                if member is None:  # else a new life has taken its place, and nobody calls the old one any more
+                    self._ledger.fenced[stage][holder.peer] = holder.session
+                passages = [self._ledger.passages[m] for m, by in credits.items() if by == holder]
+                for passage in passages:
+                    del credits[passage.microbatch]
+                lost.append((holder, stage, passages))
+        return lost
+
     def _exclude(self, microbatch: MicrobatchId) -> None:
         if microbatch in self._ledger.excluded:
             return  # by another stage, at the same time
@@ -174,13 +192,13 @@ class Pipeline:
             except Retryable as error:
                 self._retried(passage, stage, member, error, avoid)
                 if await self._void(member, passage, stage, try_number + 1):
-                    self._ledger.credit(stage, passage.microbatch, member.peer)
+                    self._ledger.credit(stage, passage.microbatch, member.contact)
                     return await self._recompute(passage, stage, avoid)
             except Refused as error:
                 self._retried(passage, stage, member, error, avoid)
             else:
                 self._blame(passage, stage, member)
-                self._ledger.credit(stage, passage.microbatch, member.peer)
+                self._ledger.credit(stage, passage.microbatch, member.contact)
                 member.credited += 1
                 return self._note(passage, reply)
             member = None

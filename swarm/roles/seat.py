@@ -67,7 +67,7 @@ class Seat:
         self.check_place(key.run, key.stage)
         self.follow(key.term)
         while not self._here(key):
-            pending = self.book is not None and self.book.reduced is not None
+            pending = self.kept is not None and self.kept[0] == self.lineage
             if not pending or key.step != self.lineage.length + 1:
                 self._refuse_stale(key)
             try:

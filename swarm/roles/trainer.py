@@ -24,6 +24,8 @@ from swarm.roles.roster import Roster
 from swarm.roles.takeover import LEASE_RENEW_SECONDS, Lease, Takeover
 
 RUN_RENEW_SECONDS = 20.0
+MEND_SECONDS = 5.0
+"""Between two looks for peers that are gone, if nothing is heard meanwhile."""
 EMPTY_SECONDS = 2.0
 """A stage without an eligible peer for so long is said to be empty."""
 
@@ -223,14 +225,31 @@ class Trainer:
             async with window:
                 await pipeline.train(passage)
 
+        async def mend(passage: Passage, stage: int) -> None:
+            async with window:
+                await pipeline.repair(passage, stage, attempt=0)
+
+        async def watch(tasks: asyncio.TaskGroup) -> None:
+            """What a peer that is gone had done is done again at once, beside all else, and not at the close."""
+            while True:
+                await self.roster.changed(MEND_SECONDS)
+                for holder, stage, passages in pipeline.take_lost():
+                    self._journal.record("mending", peer=holder.peer, stage=stage, microbatches=len(passages))
+                    for passage in passages:
+                        tasks.create_task(mend(passage, stage))
+
         async with asyncio.TaskGroup() as tasks:
+            carried = []
             for index in range(self._config.step.microbatches):
                 inputs, targets, tokens = self._batches.microbatch(step, MicrobatchId(index))
                 passage = Passage(microbatch=MicrobatchId(index), tokens=tokens)
                 passage.inputs[0] = inputs
                 passage.seeds[len(self.roster.stages) - 1] = targets
                 ledger.passages[passage.microbatch] = passage
-                tasks.create_task(one(passage))
+                carried.append(tasks.create_task(one(passage)))
+            watcher = tasks.create_task(watch(tasks))
+            await asyncio.wait(carried)
+            watcher.cancel()
 
     def _window(self) -> int:
         """Microbatches in flight: four per peer keep the queues of fast and slow ones filled (docs/simulation.md)."""

@@ -154,5 +154,8 @@ class SimulatedAverager:
         nbytes = int(2 * self._network.weights.gradient(request.key.stage) * others / (others + 1))
         machine.sent_bytes["all-reduce"] += nbytes
         machine.received_bytes["all-reduce"] += nbytes
-        await carry(nbytes, machine.up, machine.down)
-        await asyncio.sleep(4 * machine.latency_seconds + 0.04)
+        overheads = self._network.overheads
+        if overheads.reduce_over_links and others:
+            await carry(nbytes, machine.up, machine.down)
+            await asyncio.sleep(4 * machine.latency_seconds)
+        await asyncio.sleep(overheads.reduce_seconds)

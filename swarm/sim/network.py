@@ -23,7 +23,7 @@ from swarm.sim.links import carry
 from swarm.sim.loop import Process, world_later
 from swarm.sim.machine import Machine
 from swarm.sim.weather import FAIR, Call, FairWeather, Fate, Weather
-from swarm.sim.weights import CONTROL_BYTES, Weights
+from swarm.sim.weights import CONTROL_BYTES, Overheads, Weights
 
 T = TypeVar("T")
 
@@ -62,9 +62,15 @@ class Cut:
 class Network:
     """All machines, the processes that listen on them, and the weather."""
 
-    def __init__(self, weather: Weather | None = None, weights: Weights | None = None) -> None:
+    def __init__(
+        self,
+        weather: Weather | None = None,
+        weights: Weights | None = None,
+        overheads: Overheads | None = None,
+    ) -> None:
         self.weather: Weather = weather or FairWeather()
         self.weights = weights or Weights()
+        self.overheads = overheads or Overheads()
         self.machines: dict[str, Machine] = {}
         self.nodes: dict[str, Node] = {}
         """Who listens, by endpoint."""
@@ -219,7 +225,7 @@ class Network:
         self, caller: Node, node: Node, call: Call, fate: Fate, run: Callable[[StageService], Awaitable[T]]
     ) -> T:
         """The request's way, the work, and what happens before and after it."""
-        seconds = _latency(caller.machine, node.machine) + fate.request_seconds
+        seconds = _latency(caller.machine, node.machine) + fate.request_seconds + self.overheads.call_seconds
         await self._travel(call.kind, caller.machine, node.machine, CONTROL_BYTES, seconds)
         self._admit(node, call)
         tensor_bytes = self.weights.request(call.request) - CONTROL_BYTES

@@ -21,7 +21,7 @@ from swarm.sim.arithmetic import update as updated
 from swarm.sim.machine import Device
 from swarm.tensors import Buffer, TensorData
 
-UPDATE_UNITS = 0.05
+UPDATE_UNITS = 0.5
 """Of an optimizer step, in forwards of a microbatch."""
 
 
@@ -173,6 +173,8 @@ class NumericStage:
         if len(mean) != WIDTH:
             raise ValueError(f"{len(mean)} numbers")
         self._reduced = tuple(mean)
+        if any(math.isnan(value) for value in mean):  # spoiled while it was being averaged
+            return Digest(hashlib.sha256(b"not finite").hexdigest()), math.nan
         return Digest(hashlib.sha256(pack(mean).data).hexdigest()), float(sum(mean) % 1009)
 
     def reduced_bytes(self) -> Buffer:

@@ -27,7 +27,7 @@ from swarm.sim.network import Network, Node
 from swarm.sim.numeric import NumericStage, Poison
 from swarm.sim.truth import Truth, Violation
 from swarm.sim.weather import Weather
-from swarm.sim.weights import Weights
+from swarm.sim.weights import Overheads, Weights
 
 
 class SimulatedSwarm:
@@ -41,6 +41,7 @@ class SimulatedSwarm:
         sick: frozenset[Poison] = frozenset(),
         *,
         weights: Weights | None = None,
+        overheads: Overheads | None = None,
         graph_bytes: int = 0,
         limits: Limits = LAN,
         staleness_seconds: float = 0.0,
@@ -48,11 +49,11 @@ class SimulatedSwarm:
     ) -> None:
         """``poisons`` are microbatches not finite at any peer, ``sick`` ones only at peers started as sick.
 
-        ``weights`` and ``graph_bytes`` are those of the model that is stood for; ``staleness_seconds`` is how old what
+        ``weights``, ``overheads`` and ``graph_bytes`` are those of the model that is stood for; ``staleness_seconds`` is how old what
         the directory's readers see may be; ``thorough`` as in :class:`swarm.sim.invariants.Invariants`.
         """
         self.config = config
-        self.network = Network(weather, weights)
+        self.network = Network(weather, weights, overheads)
         self.board = Board()
         self.meetings = Meetings()
         self.journal = EventList()

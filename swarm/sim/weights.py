@@ -17,6 +17,18 @@ ITEM_BYTES = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overheads:
+    """Time that is neither a link's nor a device's; constants to be fitted to a real swarm."""
+
+    call_seconds: float = 0.0
+    """Of each call, for packing, unpacking and waking up."""
+    reduce_seconds: float = 0.04
+    """Of each all-reduce."""
+    reduce_over_links: bool = True
+    """False: the all-reduce takes another way than the calls, one without latency or limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Bytes of one microbatch and one stage of the model that is stood for.  By default nothing but control."""
 

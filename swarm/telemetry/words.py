@@ -55,6 +55,8 @@ def _said(kind: str, fields: _Fields) -> str | None:
             return f"{fields.who()} refused to {kind.removesuffix('_refused')}"
         case "repaired":
             return _repaired(fields)
+        case "mending":
+            return f"{fields.microbatches()} of {fields.who()} computed again, for it is gone"
         case "dropped":
             return f"{fields.who()} dropped its gradient, {fields.microbatches()} to repair"
         case "not_finite":

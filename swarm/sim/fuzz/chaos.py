@@ -8,6 +8,7 @@ from dataclasses import replace
 from random import Random
 
 from swarm.ids import PeerId
+from swarm.policy.deadlines import LAN
 from swarm.records import PeerRecord, PeerState
 from swarm.sim.fuzz.operator import Operator
 from swarm.sim.fuzz.schedule import MESSAGES, Fault, Kind, Schedule
@@ -20,6 +21,8 @@ from swarm.sim.weather import FAIR, Call, Fate
 
 FAULTS_END_SECONDS = 40.0
 """Virtual time after which nothing fails any more; what has begun lasts for 12 s at most."""
+OVERDUE_SECONDS = LAN.call_floor_seconds
+"""Nobody waits less for an answer."""
 BAD_RECORD_SECONDS = 1e-6, 1e6
 """Speeds that no peer has."""
 
@@ -241,8 +244,10 @@ def _spoil(fate: Fate, fault: Fault, request: bool) -> Fate:
         return replace(fate, request_seconds=fault.seconds) if request else replace(fate, reply_seconds=fault.seconds)
     if fault.amount % 2:
         return replace(fate, repeat=True)
-    # The caller hears nothing, gives up, and then its request arrives after all.
-    return replace(fate, late_copy_seconds=fault.seconds, lose_request=fault.amount == 4)
+    # Held up on the way with others, which all arrive together; or the caller gives up, and then it arrives after all.
+    together = fault.seconds - world_seconds() % fault.seconds
+    overdue = fault.amount == 4
+    return replace(fate, late_copy_seconds=together + OVERDUE_SECONDS * overdue, lose_request=overdue)
 
 
 def _wrong(record: PeerRecord, variant: int) -> PeerRecord:

@@ -114,6 +114,8 @@ def draw(seed: int) -> Schedule:
     points = POINTS if rng.random() < 0.5 else tuple(rng.sample(POINTS, rng.randint(1, 4)))
     kinds = tuple(Kind) if rng.random() < 0.5 else tuple(rng.sample(tuple(Kind), rng.randint(1, 4)))
     faults = [_fault(rng, rng.choice(points), rng.choice(kinds)) for _ in range(rng.choice([1, 3, 6, 12, 25, 40]))]
+    if rng.random() < 0.2:
+        faults += _late_messages(rng)
     for point in {fault.point.split()[0] for fault in faults if fault.point.split()[0] in SELDOM}:
         faults += _leads_to(rng, point)
     rates = (1.0,) if rng.random() < 0.7 else tuple(rng.uniform(0.9, 1.1) for _ in range(5))
@@ -140,6 +142,14 @@ def _fault(rng: random.Random, point: str, kind: Kind, most: int | None = None) 
         seconds=math.exp(rng.uniform(math.log(0.05), math.log(12.0))),
         amount=rng.randint(1, 4),
     )
+
+
+def _late_messages(rng: random.Random) -> list[Fault]:
+    """A congested link that lets go of many messages at once, when what they are about is nearly over."""
+    seconds = rng.uniform(0.5, 4.0)
+    call = rng.choice(["backward", "backward", "forward", "freeze", "reduce", "apply"])
+    faults = [_fault(rng, f"{call} asked", rng.choice([Kind.DUPLICATE, Kind.DUPLICATE, Kind.DELAY])) for _ in range(10)]
+    return [replace(fault, seconds=seconds, amount=rng.choice([2, 2, 4])) for fault in faults]
 
 
 def _leads_to(rng: random.Random, call: str) -> list[Fault]:

@@ -13,7 +13,7 @@ from swarm.config import ModelSection, RunConfig, StepSection, problems
 from swarm.config import parse as parse_run
 from swarm.errors import UsageError
 from swarm.policy.sizes import stage_parameters
-from swarm.sim.weights import Weights
+from swarm.sim.weights import Overheads, Weights
 
 Wiring = Literal["stochastic", "uniform", "static"]
 OPTIMIZER_BYTES_PER_PARAMETER = 12
@@ -64,6 +64,25 @@ class TrainerSection(_Section):
     latency_ms: float = Field(default=2.5, ge=0)
     window: int | None = Field(default=None, ge=1)
     """Microbatches in flight; by default as many as keep all peers busy."""
+
+
+class OverheadSection(_Section):
+    """[overhead]: constants fitted to a real swarm (docs/simulation.md, calibration)."""
+
+    call_ms: float = Field(default=1.0, ge=0)
+    """Of each call, for packing, unpacking and waking up."""
+    reduce_ms: float = Field(default=40.0, ge=0)
+    """Of each all-reduce."""
+    reduce_over_links: bool = True
+    """False: the all-reduce takes another way than the calls, one without latency or limit."""
+
+    def overheads(self) -> Overheads:
+        """In seconds."""
+        return Overheads(
+            call_seconds=self.call_ms / 1e3,
+            reduce_seconds=self.reduce_ms / 1e3,
+            reduce_over_links=self.reduce_over_links,
+        )
 
 
 class PeerClass(_Section):
@@ -143,6 +162,7 @@ class Scenario(_Section):
     model: ScenarioModel
     step: StepSection
     trainer: TrainerSection = TrainerSection()
+    overhead: OverheadSection = OverheadSection()
     peers: tuple[PeerClass, ...] = Field(min_length=1)
     churn: ChurnSection | None = None
     compare: PolicySection = PolicySection()

@@ -12,10 +12,8 @@ from swarm.policy.rebalancing import paper_move
 if TYPE_CHECKING:
     from swarm.sim.scenario.play import Play
 
-ORACLE_SECONDS = 10.0
+ORACLE_SECONDS = 60.0
 """Between two looks of the oracle at who is alive."""
-PATIENCE_SECONDS = 1.0
-"""Between two looks at whether a peer that is to move has applied its step."""
 
 
 class Mover:
@@ -23,25 +21,20 @@ class Mover:
 
     def __init__(self, play: Play) -> None:
         self._play = play
-        self._moving: set[PeerId] = set()
 
     async def run(self, rule: str) -> None:
         """``rule`` as in the scenario file."""
         seconds = ORACLE_SECONDS if rule == "oracle" else float(rule.removeprefix("paper-"))
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                await asyncio.sleep(seconds)
-                wanted = list(self._oracle()) if rule == "oracle" else self._paper()
-                for peer, stage in wanted:
-                    self._moving.add(peer)
-                    tasks.create_task(self._move(peer, stage))
+        while True:
+            await asyncio.sleep(seconds)
+            for peer, stage in list(self._oracle()) if rule == "oracle" else self._paper():
+                self._move(peer, stage)
 
     def _stages(self) -> list[dict[PeerId, int]]:
-        """Queue lengths by stage; of a peer that is about to move, at the stage it moves to."""
+        """Queue lengths by stage."""
         stages: list[dict[PeerId, int]] = [{} for _ in range(self._play.scenario.model.stage_count)]
         for peer, life in self._play.swarm.peers.items():
-            if peer not in self._moving:
-                stages[life.peer.seat.stage][peer] = life.executor.waiting
+            stages[life.peer.seat.stage][peer] = life.executor.waiting
         return stages
 
     def _paper(self) -> list[tuple[PeerId, int]]:
@@ -53,8 +46,6 @@ class Mover:
 
     def _oracle(self) -> Iterator[tuple[PeerId, int]]:
         """From stages that have more of a class than the best assignment to those that have less."""
-        if self._moving:
-            return
         play = self._play
         counts = [0] * len(play.scenario.peers)
         there: dict[tuple[int, int], list[PeerId]] = {}
@@ -68,16 +59,10 @@ class Mover:
             lacking = [stage for stage, peers in enumerate(have) for _ in range(row[stage] - len(peers))]
             yield from zip(spare, lacking, strict=False)
 
-    async def _move(self, peer: PeerId, stage: int) -> None:
-        """Once it has applied its step, so that nothing of it has to be computed again."""
+    def _move(self, peer: PeerId, stage: int) -> None:
+        """At once: what it holds of the open step is lost to its stage and computed again there."""
         play = self._play
-        try:
-            while (life := play.swarm.peers.get(peer)) is not None and life.module.added:
-                await asyncio.sleep(PATIENCE_SECONDS)
-            if life is None or not play.swarm.may_kill(peer):
-                return
+        if peer in play.swarm.peers and play.swarm.may_kill(peer):
             play.swarm.stop_peer(peer)
             play.meter.moves.append((asyncio.get_running_loop().time(), peer))
             play.start(play.classes[peer], stage, peer)
-        finally:
-            self._moving.discard(peer)

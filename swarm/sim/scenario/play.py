@@ -80,6 +80,7 @@ class Play:
         self.swarm = SimulatedSwarm(
             scenario.run_config(),
             weights=scenario.weights(move_costs=self.policy.move_costs),
+            overheads=scenario.overhead.overheads(),
             graph_bytes=self._graph_bytes,
             limits=WAN,
             thorough=False,
