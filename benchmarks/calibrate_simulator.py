@@ -84,9 +84,7 @@ def compare(rows: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """Name, measured and predicted seconds of a step, of each setting but the one that is fitted."""
     call_ms, reduce_ms = fit(next(row for row in rows if row["name"] == "fit"))
     print(f"fitted: {call_ms:.2f} ms a call, {reduce_ms:.1f} ms an all-reduce")
-    return [
-        (row["name"], row["seconds"], predict(row, call_ms, reduce_ms)) for row in rows if row["name"] != "fit"
-    ]
+    return [(row["name"], row["seconds"], predict(row, call_ms, reduce_ms)) for row in rows if row["name"] != "fit"]
 
 
 def main() -> int:

@@ -121,7 +121,7 @@ def test_a_lane_that_timed_out_is_tried_again_some_steps_later() -> None:
             pick = choose([(PeerId("steady"), steady), (PeerId("back"), back)], 1.0, str(number))
             (steady if pick == "steady" else back).sent(1.0)
             picks.append(pick)
-        return picks.count("back") / len(picks)
+        return picks.count(PeerId("back")) / len(picks)
 
     shares = [share() for _ in range(20)]
     assert shares[0] == 0.0

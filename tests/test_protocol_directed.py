@@ -23,16 +23,16 @@ from swarm.messages import (
 from swarm.ports import Draw
 from swarm.records import Lineage, PeerState, Term
 from swarm.roles.stepbook import StepBook
-from swarm.sim.loop import run
-from swarm.sim.weather import Call, Fate
 from swarm.sim.arithmetic import pack
-from swarm.sim.numeric import Poison
-from swarm.sim.lives import MemoryLog
-from swarm.sim.swarm import SimulatedSwarm
-from swarm.sim.truth import Violation
-from swarm.tensors import TensorData
 from swarm.sim.fuzz.operator import superseded
 from swarm.sim.fuzz.run import run_config
+from swarm.sim.lives import MemoryLog
+from swarm.sim.loop import run
+from swarm.sim.numeric import Poison
+from swarm.sim.swarm import SimulatedSwarm
+from swarm.sim.truth import Violation
+from swarm.sim.weather import Call, Fate
+from swarm.tensors import TensorData
 
 pytestmark = pytest.mark.fast
 

@@ -17,7 +17,7 @@ TOLERANCE = 1e-4
 def diverged(marks: Mapping[PeerId, StateMark]) -> dict[PeerId, str]:
     """Peers that must fetch state, and why.  Of one numeric class bits must agree; across classes norms must."""
     found: dict[PeerId, str] = {}
-    for numeric_class in {mark.numeric_class for mark in marks.values()}:
+    for numeric_class in sorted({mark.numeric_class for mark in marks.values()}):
         group = {p: m for p, m in marks.items() if m.numeric_class == numeric_class}
         reason = f"parameters differ from {len(group) - 1} peers of class {numeric_class}"
         common = _majority([m.digest for m in group.values()])

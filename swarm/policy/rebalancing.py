@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from swarm.ids import PeerId
 
 
-def paper_move(queues: Sequence[Mapping[PeerId, int]]) -> tuple[PeerId, int, str] | None:
+def paper_move(queues: Sequence[Mapping[PeerId, float]]) -> tuple[PeerId, int, str] | None:
     """The peer that moves, its new stage, and why; ``queues[s]`` are the queue lengths of stage s's peers.
 
     The least loaded peer of the least loaded stage moves to the most loaded one.  What the paper leaves open: a stage
@@ -22,4 +22,4 @@ def paper_move(queues: Sequence[Mapping[PeerId, int]]) -> tuple[PeerId, int, str
     if loads[most] - loads[least] < max(1, len(queues[least])):
         return None
     peer = min(queues[least], key=lambda peer: (queues[least][peer], peer))
-    return peer, most, f"stage {most} has {loads[most]} calls waiting, stage {least} {loads[least]}"
+    return peer, most, f"stage {most} has {loads[most]:.0f} calls waiting, stage {least} {loads[least]:.0f}"

@@ -139,7 +139,7 @@ class StageClose:
 
     async def _fence_the_gone(self, known: set[PeerId]) -> None:
         """A life that was credited and is not asked now must not come back with what it held."""
-        for peer in {holder.peer for holder in self._ledger.credits[self._stage].values()} - known:
+        for peer in sorted({holder.peer for holder in self._ledger.credits[self._stage].values()} - known):
             member = self._roster.stages[self._stage].get(peer)
             if member is not None and not self._fences.holds(member):
                 self._fences.put(member, "not ready at the close")
@@ -263,12 +263,12 @@ class StageClose:
         self._journal.record(
             "attempt_failed", stage=self._stage, attempt=self.attempt, left_out=len(out), reason=f"{reason} ({detail})"
         )
-        for peer in out:
+        for peer in sorted(out):
             self._fences.put(close.members[peer], reason)
 
     def _not_finite(self, close: Close, found: set[PeerId], answered: set[PeerId]) -> None:
         """Whoever has it drops what it holds.  If it is so at all of them, twice, the run itself diverges."""
-        for peer in found:
+        for peer in sorted(found):
             self._fences.put(close.members[peer], "its gradient is not finite")
             if found < answered:
                 self._roster.doubt(close.members[peer], "its gradient is not finite where others' are")

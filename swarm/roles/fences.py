@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from swarm.errors import Refused, Retryable
 from swarm.ids import RunHash
-from swarm.messages import DropRequest, StepKey
+from swarm.messages import Contact, DropRequest, StepKey
 from swarm.policy.deadlines import Limits
 from swarm.ports import Journal, StageCalls
 from swarm.records import Lineage, Term
-from swarm.roles.ledger import Ledger
+from swarm.roles.ledger import Ledger, Passage
 from swarm.roles.roster import Member, Roster
 
 
@@ -45,6 +45,24 @@ class Fences:
         """This life of the peer is fenced."""
         return self._ledger.fenced[member.stage].get(member.peer) == member.contact.session
 
+    def take_lost(self) -> list[tuple[Contact, int, list[Passage]]]:
+        """Peers that are gone, their stage, and what they held; they are fenced, and no longer credited with it."""
+        lost = []
+        for stage, credits in enumerate(self._ledger.credits):
+            members = self._roster.stages[stage]
+            for holder in list(dict.fromkeys(credits.values())):
+                member = members.get(holder.peer)
+                if member is not None and member.contact == holder:
+                    continue
+                if member is None:  # else a new life has taken its place, and nobody calls the old one any more
+                    self._ledger.fenced[stage][holder.peer] = holder.session
+                    self._ledger.attempts[stage] += 1  # should it come back, what was sent to it before is over
+                passages = [self._ledger.passages[m] for m, by in credits.items() if by == holder]
+                for passage in passages:
+                    del credits[passage.microbatch]
+                lost.append((holder, stage, passages))
+        return lost
+
     async def lift(self, stage: int) -> None:
         """Let back in whoever is reachable again and drops what it held, or is a new life that holds nothing."""
         for peer in list(self._ledger.fenced[stage]):
@@ -57,7 +75,7 @@ class Fences:
 
     async def _dropped(self, member: Member) -> bool:
         key = StepKey(run=self._run, stage=member.stage, term=self._term, lineage=self._lineage)
-        request = DropRequest(key=key, attempt=self._ledger.attempts[member.stage])
+        request = DropRequest(key=key, attempt=self._ledger.over(member.stage))
         try:
             await self._calls.drop(member.contact, request, self._limits.control_seconds)
         except Retryable as error:

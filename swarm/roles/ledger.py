@@ -60,10 +60,16 @@ class Ledger:
         """Lives of peers that did not answer a close: they hold who knows what, until they drop it."""
         self.attempts = [0] * stages
         """Attempt at closing that each stage is in; calls sent in it, and before, are over once it is closed."""
+        self.computing = True
+        """The step's microbatches are still on their way; False once the close has begun."""
         self.placed: list[set[MicrobatchId]] = [set() for _ in range(stages)]
         """Microbatches that a peer of the stage has been chosen for."""
         self.credits: list[dict[MicrobatchId, Contact]] = [{} for _ in range(stages)]
         """Which life of a peer said that it holds the microbatch."""
+
+    def over(self, stage: int) -> int:
+        """The last attempt in which nothing is sent any more."""
+        return self.attempts[stage] - self.computing
 
     def unplaced(self, stage: int) -> int:
         """Microbatches of the step that the stage has not begun."""

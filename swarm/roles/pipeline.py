@@ -14,6 +14,7 @@ from swarm.errors import (
     BadRequest,
     Busy,
     Draining,
+    Frozen,
     NeedsInput,
     NotFinite,
     Refused,
@@ -27,7 +28,6 @@ from swarm.ids import MicrobatchId, PeerId, RunHash
 from swarm.messages import (
     BackwardReply,
     BackwardRequest,
-    Contact,
     ForwardRequest,
     MicrobatchCall,
     StepKey,
@@ -37,18 +37,18 @@ from swarm.policy.deadlines import Limits, call_deadline
 from swarm.policy.routing import BACKWARD_UNITS, FORWARD_UNITS
 from swarm.ports import Clock, Journal, StageCalls
 from swarm.records import Lineage, Term
+from swarm.roles.answers import Answers, Boundary
 from swarm.roles.fences import Fences
 from swarm.roles.ledger import Counts, Ledger, Passage
 from swarm.roles.roster import Member, Roster
-from swarm.tensors import TensorData, TensorSpec
+from swarm.tensors import TensorData
 
 T = TypeVar("T")
 
-Boundary = Callable[[TensorSpec], TensorSpec]
-"""From the form of the token ids to that of what travels between stages."""
-
 VOID_SECONDS = 2.0
 """A void is advice: the close decides, so nobody waits long for its answer."""
+FROZEN_SECONDS = 0.2
+"""A peer that has closed what is sent to it is left alone for so long."""
 MALFORMED_LIMIT = 3
 """Peers that may call one microbatch malformed before the run is given up: then the fault is ours."""
 
@@ -77,7 +77,7 @@ class Pipeline:
         boundary: Boundary,
     ) -> None:
         self._run = run
-        self._boundary = boundary
+        self._answers = Answers(len(roster.stages), boundary)
         self._term = term
         self._lineage = lineage
         self._ledger = ledger
@@ -101,7 +101,7 @@ class Pipeline:
             for stage in range(self._last_stage):
                 passage.inputs[stage + 1] = await self._forward(passage, stage)
             for stage in range(self._last_stage, -1, -1):
-                gradient = await self._backward(passage, stage, attempt=0)
+                gradient = await self._backward(passage, stage)
                 if stage:
                     if gradient is None:
                         raise RunFailed(f"stage {stage} returned no gradient of its input")
@@ -111,30 +111,16 @@ class Pipeline:
         else:
             self._counts.completed += 1
 
-    async def repair(self, passage: Passage, stage: int, attempt: int) -> None:
-        """Add the microbatch at one stage that lost it.  May exclude it instead."""
+    async def repair(self, passage: Passage, stage: int, attempt: int | None = None) -> None:
+        """Add the microbatch at one stage that lost it, in an attempt at the close or (None) before it.
+
+        May exclude it instead.
+        """
         self._counts.repaired += 1
         try:
             await self._backward(passage, stage, attempt=attempt)
         except Excluded:
             self._exclude(passage.microbatch)
-
-    def take_lost(self) -> list[tuple[Contact, int, list[Passage]]]:
-        """Peers that are gone, their stage, and what they held; they are fenced, and no longer credited with it."""
-        lost = []
-        for stage, credits in enumerate(self._ledger.credits):
-            members = self._roster.stages[stage]
-            for holder in set(credits.values()):
-                member = members.get(holder.peer)
-                if member is not None and member.contact == holder:
-                    continue
-                if member is None:  # else a new life has taken its place, and nobody calls the old one any more
-                    self._ledger.fenced[stage][holder.peer] = holder.session
-                passages = [self._ledger.passages[m] for m, by in credits.items() if by == holder]
-                for passage in passages:
-                    del credits[passage.microbatch]
-                lost.append((holder, stage, passages))
-        return lost
 
     def _exclude(self, microbatch: MicrobatchId) -> None:
         if microbatch in self._ledger.excluded:
@@ -168,14 +154,14 @@ class Pipeline:
         async def send(seconds: float) -> TensorData:
             call = self._head(passage, stage, 0, 0, seconds)
             output = await self._calls.forward(member.contact, ForwardRequest(call=call, inputs=passage.inputs[stage]))
-            self._check_output(passage, output)
+            self._answers.check_output(passage, output)
             return output
 
         return await self._call(member, FORWARD_UNITS, send)
 
     # --- backward -----------------------------------------------------------------
 
-    async def _backward(self, passage: Passage, stage: int, attempt: int) -> TensorData | None:
+    async def _backward(self, passage: Passage, stage: int, attempt: int | None = None) -> TensorData | None:
         """Accumulate at exactly one peer, as far as can be known here; returns the gradient of the input."""
         avoid: set[PeerId] = set(passage.not_finite.get(stage, ()))
         member = self._producer(passage, stage)
@@ -185,8 +171,9 @@ class Pipeline:
                 member = await self._pick(stage, self._units(stage), passage, avoid)
                 self._ledger.placed[stage].add(passage.microbatch)
             try_number = passage.next_try(stage)
+            sent_in = self._ledger.attempts[stage] if attempt is None else attempt
             try:
-                reply = await self._backward_at(member, passage, stage, try_number, attempt, has_graph, accumulate=True)
+                reply = await self._backward_at(member, passage, stage, try_number, sent_in, has_graph, accumulate=True)
             except NotFinite as error:
                 await self._not_finite(passage, stage, member, error, avoid)
             except Retryable as error:
@@ -242,7 +229,7 @@ class Pipeline:
                     accumulate=accumulate,
                 ),
             )
-            self._check_reply(passage, stage, reply, accumulate)
+            self._answers.check_reply(passage, stage, reply, accumulate)
             return reply
 
         units = self._units(stage)
@@ -302,6 +289,10 @@ class Pipeline:
         except (Stale, Draining, WrongRun):
             lane.given_up(units)
             self._roster.unready(member)
+            raise
+        except Frozen:
+            lane.given_up(units)
+            member.busy_until = self._clock.now() + FROZEN_SECONDS
             raise
         except BadRequest as error:
             lane.given_up(units)
@@ -372,24 +363,6 @@ class Pipeline:
             culprit = self._roster.stages[stage].get(peer)
             if peer != member.peer and culprit is not None:
                 self._roster.doubt(culprit, "computed NaN or infinity where another peer did not")
-
-    # --- what peers answer, before anything is made of it ---------------------------------
-
-    def _check_output(self, passage: Passage, output: TensorData) -> None:
-        """Raise BadReply here, or the next stage's peers would be blamed for what this one sent."""
-        expected = self._boundary(passage.inputs[0].spec)
-        if output.spec != expected:
-            raise BadReply(f"an output of {output.spec}, not {expected}")
-
-    def _check_reply(self, passage: Passage, stage: int, reply: BackwardReply, accumulate: bool) -> None:
-        gradient = reply.input_gradient
-        expected = self._boundary(passage.inputs[0].spec) if stage else None
-        if (None if gradient is None else gradient.spec) != expected:
-            raise BadReply(f"a gradient of {None if gradient is None else gradient.spec}, not {expected}")
-        if (reply.loss is not None) != (stage == self._last_stage):
-            raise BadReply(f"stage {stage} answers with loss {reply.loss}")
-        if accumulate and not reply.accumulated:
-            raise BadReply("a backward was answered but not accumulated")
 
     # --- small things -----------------------------------------------------------------
 

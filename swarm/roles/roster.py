@@ -176,7 +176,7 @@ class Roster:
         self.notify()
 
     def distrust(self, member: Member, reason: str) -> None:
-        """Its parameters differ from its group's: no work until it has fetched state; none for long if it happens again."""
+        """Its parameters differ from its group's: no work until it has fetched state; none for long if in vain."""
         if member.distrusted:
             return
         self._journal.record("peer_diverged", peer=member.peer, stage=member.stage, reason=reason)

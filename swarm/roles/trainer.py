@@ -15,11 +15,12 @@ from swarm.policy.routing import Routing, choose
 from swarm.policy.sizes import stage_parameters
 from swarm.ports import Batches, Clock, CommitLog, Directory, Journal, StageCalls
 from swarm.records import CommitRecord, LeadRecord, Lineage, Term
+from swarm.roles.answers import Boundary
 from swarm.roles.closing import StageClose, StageResult
 from swarm.roles.fences import Fences
 from swarm.roles.lead import Lead
 from swarm.roles.ledger import Counts, Ledger, Passage
-from swarm.roles.pipeline import Boundary, Pipeline
+from swarm.roles.pipeline import Pipeline
 from swarm.roles.roster import Roster
 from swarm.roles.takeover import LEASE_RENEW_SECONDS, Lease, Takeover
 
@@ -191,7 +192,8 @@ class Trainer:
             counts=self.progress.counts,
             boundary=self._boundary,
         )
-        await self._compute(lineage.length, ledger, pipeline)
+        await self._compute(lineage.length, ledger, fences, pipeline)
+        ledger.computing = False
         computed = self._clock.now()
         closes = self._closes(ledger, fences, pipeline)
         results = await self._close(ledger, closes)
@@ -215,7 +217,7 @@ class Trainer:
         if self._on_step is not None:
             self._on_step(commit)
 
-    async def _compute(self, step: int, ledger: Ledger, pipeline: Pipeline) -> None:
+    async def _compute(self, step: int, ledger: Ledger, fences: Fences, pipeline: Pipeline) -> None:
         for stage in self.roster.stages:
             for member in stage.values():
                 member.lane.begin_step()
@@ -227,13 +229,13 @@ class Trainer:
 
         async def mend(passage: Passage, stage: int) -> None:
             async with window:
-                await pipeline.repair(passage, stage, attempt=0)
+                await pipeline.repair(passage, stage)
 
         async def watch(tasks: asyncio.TaskGroup) -> None:
             """What a peer that is gone had done is done again at once, beside all else, and not at the close."""
             while True:
                 await self.roster.changed(MEND_SECONDS)
-                for holder, stage, passages in pipeline.take_lost():
+                for holder, stage, passages in fences.take_lost():
                     self._journal.record("mending", peer=holder.peer, stage=stage, microbatches=len(passages))
                     for passage in passages:
                         tasks.create_task(mend(passage, stage))

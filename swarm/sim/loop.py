@@ -73,6 +73,22 @@ PROCESS: ContextVar[Process | None] = ContextVar("PROCESS", default=None)
 """Whose code is running; None: the world's own."""
 
 
+class NumberedTask(asyncio.Task[Any]):
+    """Sets of tasks, asyncio's own among them, are gone through in the same order in each run."""
+
+    def __init__(self, work: Coroutine[Any, Any, Any], *, number: int, **settings: Any) -> None:
+        self._number = number
+        super().__init__(work, **settings)
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+def _numbered(loop: asyncio.AbstractEventLoop, work: Any, **settings: Any) -> asyncio.Task[Any]:
+    assert isinstance(loop, VirtualLoop)
+    return NumberedTask(work, loop=loop, number=loop.next_number(), **settings)
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
     """Deterministic: the order of callbacks depends on the program alone.  No sockets, no other threads."""
 
@@ -85,6 +101,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = 0
         self._cancelled = 0
+        self.set_task_factory(_numbered)
+
+    def next_number(self) -> int:
+        """Another one each time."""
+        self._numbers += 1
+        return self._numbers
 
     def time(self) -> float:
         """Virtual seconds since the loop was made, by the clock of the process that asks."""
@@ -119,8 +141,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         heapq.heapify(self._timers)
 
     def _set(self, when: float, handle: asyncio.TimerHandle) -> None:
-        self._numbers += 1
-        heapq.heappush(self._timers, (when, self._numbers, handle))
+        heapq.heappush(self._timers, (when, self.next_number(), handle))
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
         self._cancelled += 1

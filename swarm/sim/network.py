@@ -10,6 +10,7 @@ caller as PeerFailed, as over gRPC, and is kept in :attr:`Network.failures`.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,6 @@ from typing import Any, TypeVar
 
 from swarm.errors import FAILURES, PeerFailed, TimedOut, Unreachable, WrongRun
 from swarm.messages import BackwardRequest, Contact, ForwardRequest
-from swarm.policy.deadlines import LONGEST_CALL_SECONDS
 from swarm.ports import StageService
 from swarm.sim.links import carry
 from swarm.sim.loop import Process, world_later
@@ -26,9 +26,6 @@ from swarm.sim.weather import FAIR, Call, FairWeather, Fate, Weather
 from swarm.sim.weights import CONTROL_BYTES, Overheads, Weights
 
 T = TypeVar("T")
-
-GREATEST_PATIENCE = 8.0
-"""Of the roles' deadlines."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +145,7 @@ class Network:
         self, caller: Node, call: Call, fate: Fate, seconds: float, run: Callable[[StageService], Awaitable[T]]
     ) -> T:
         """Request and answer of a call that has begun."""
-        if not 0 <= seconds <= GREATEST_PATIENCE * LONGEST_CALL_SECONDS:
+        if not math.isfinite(seconds) or seconds < 0:
             self.failures.append(ValueError(f"{call.kind} may wait for {seconds} s"))
         if fate.late_copy_seconds is not None:
             task = asyncio.create_task(self._arrive_late(fate.late_copy_seconds, call, run))

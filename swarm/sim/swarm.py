@@ -49,8 +49,8 @@ class SimulatedSwarm:
     ) -> None:
         """``poisons`` are microbatches not finite at any peer, ``sick`` ones only at peers started as sick.
 
-        ``weights``, ``overheads`` and ``graph_bytes`` are those of the model that is stood for; ``staleness_seconds`` is how old what
-        the directory's readers see may be; ``thorough`` as in :class:`swarm.sim.invariants.Invariants`.
+        ``weights``, ``overheads`` and ``graph_bytes`` are those of the model that is stood for; ``staleness_seconds``
+        is how old what the directory's readers see may be; ``thorough`` as in :class:`swarm.sim.invariants.Invariants`.
         """
         self.config = config
         self.network = Network(weather, weights, overheads)

@@ -1,4 +1,4 @@
-"""Many schedules, one after another: how often which fault happened where, and of each failure the faults that matter."""
+"""Many schedules, one after another: how often which fault happened where, and of failures the faults that matter."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from swarm.ids import PeerId
+from swarm.ids import Digest, PeerId
 from swarm.policy.deadlines import LAN
 from swarm.records import PeerRecord, PeerState
 from swarm.sim.fuzz.operator import Operator
@@ -256,5 +256,5 @@ def _wrong(record: PeerRecord, variant: int) -> PeerRecord:
         return replace(record, endpoint="nowhere:1")
     if variant == 3:
         return replace(record, forward_seconds=BAD_RECORD_SECONDS[record.stage % 2], queue=10**6)
-    lineage = replace(record.lineage, length=record.lineage.length + 1, chain=record.lineage.chain[::-1])
+    lineage = replace(record.lineage, length=record.lineage.length + 1, chain=Digest(record.lineage.chain[::-1]))
     return replace(record, lineage=lineage, state=PeerState.READY)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Any
 
 from swarm.errors import Superseded
 from swarm.sim.lives import MemoryLog
@@ -109,7 +110,7 @@ class Operator:
             await asyncio.wait([life.task for life in self._lives])
 
 
-def superseded(task: asyncio.Task[None]) -> bool:
+def superseded(task: asyncio.Task[Any]) -> bool:
     """It ended, and of nothing but that another trainer leads."""
     error = None if task.cancelled() else task.exception()
     if isinstance(error, ExceptionGroup):

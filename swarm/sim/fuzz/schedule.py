@@ -116,7 +116,7 @@ def draw(seed: int) -> Schedule:
     faults = [_fault(rng, rng.choice(points), rng.choice(kinds)) for _ in range(rng.choice([1, 3, 6, 12, 25, 40]))]
     if rng.random() < 0.2:
         faults += _late_messages(rng)
-    for point in {fault.point.split()[0] for fault in faults if fault.point.split()[0] in SELDOM}:
+    for point in sorted({fault.point.split()[0] for fault in faults} & set(SELDOM)):
         faults += _leads_to(rng, point)
     rates = (1.0,) if rng.random() < 0.7 else tuple(rng.uniform(0.9, 1.1) for _ in range(5))
     return Schedule(

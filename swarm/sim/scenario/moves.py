@@ -1,4 +1,8 @@
-"""Moves peers between stages by a rule.  A move is what it is without draining: leave, join elsewhere, fetch state."""
+"""Moves peers between stages by a rule.
+
+A move is what it is without draining: the peer leaves at once, what it holds of the open step is computed again by
+those it leaves, and it downloads its new stage's state (of no weight, if moves are to cost nothing).
+"""
 
 from __future__ import annotations
 
@@ -30,19 +34,15 @@ class Mover:
             for peer, stage in list(self._oracle()) if rule == "oracle" else self._paper():
                 self._move(peer, stage)
 
-    def _stages(self) -> list[dict[PeerId, int]]:
-        """Queue lengths by stage."""
-        stages: list[dict[PeerId, int]] = [{} for _ in range(self._play.scenario.model.stage_count)]
-        for peer, life in self._play.swarm.peers.items():
-            stages[life.peer.seat.stage][peer] = life.executor.waiting
-        return stages
-
     def _paper(self) -> list[tuple[PeerId, int]]:
-        move = paper_move(self._stages())
-        if move is None:
+        play = self._play
+        queues: list[dict[PeerId, float]] = [{} for _ in range(play.scenario.model.stage_count)]
+        for peer, life in play.swarm.peers.items():
+            queues[life.peer.seat.stage][peer] = life.executor.waiting
+        move = paper_move(queues)
+        if move is None or play.optimum.rates[play.classes[move[0]]][move[1]] <= 0:
             return []
-        peer, stage, _ = move
-        return [(peer, stage)] if self._play.optimum.rates[self._play.classes[peer]][stage] > 0 else []
+        return [move[:2]]
 
     def _oracle(self) -> Iterator[tuple[PeerId, int]]:
         """From stages that have more of a class than the best assignment to those that have less."""
@@ -60,7 +60,6 @@ class Mover:
             yield from zip(spare, lacking, strict=False)
 
     def _move(self, peer: PeerId, stage: int) -> None:
-        """At once: what it holds of the open step is lost to its stage and computed again there."""
         play = self._play
         if peer in play.swarm.peers and play.swarm.may_kill(peer):
             play.swarm.stop_peer(peer)

@@ -1,8 +1,9 @@
 """The best that any assignment of peers to stages could do: an exact mixed-integer solution, independent of the roles.
 
 Throughput is that of the slowest stage, and a stage's is the sum of its peers' rates: maximise t such that at every
-stage the rates add up to at least t and every peer serves one stage at most.  Peers of one class are alike, so the unknowns are
-how many of each class serve each stage.  Communication and the close of a step are left out: nothing can beat this.
+stage the rates add up to at least t and every peer serves one stage at most.  Peers of one class are alike, so the
+unknowns are how many of each class serve each stage.  Communication and the close of a step are left out: nothing can
+beat this.
 """
 
 from __future__ import annotations
