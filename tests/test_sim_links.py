@@ -131,3 +131,31 @@ def test_a_link_goes_by_the_worlds_clock() -> None:
         assert await paused == pytest.approx(20.0)
 
     run(main())
+
+
+def test_within_a_connection_messages_go_one_after_another_and_connections_share() -> None:
+    async def main() -> None:
+        link, ended = Link(100.0), dict[str, float]()
+
+        async def send(name: str, nbytes: int, connection: str) -> None:
+            await carry(nbytes, link, connection=connection)
+            ended[name] = world_seconds()
+
+        await asyncio.gather(send("a1", 100, "a"), send("a2", 100, "a"), send("b", 100, "b"))
+        # Half the link each for 2 s; then the second one of a has it alone.
+        assert ended == pytest.approx({"a1": 2.0, "b": 2.0, "a2": 3.0})
+
+    run(main())
+
+
+def test_one_that_waits_for_its_turn_may_be_given_up() -> None:
+    async def main() -> None:
+        link = Link(100.0)
+        first, second, third = (asyncio.create_task(carry(100, link, connection="a")) for _ in range(3))
+        await asyncio.sleep(0.5)
+        second.cancel()
+        await asyncio.gather(first, third)
+        assert world_seconds() == pytest.approx(2.0)
+        assert link.active == 0
+
+    run(main())

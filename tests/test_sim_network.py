@@ -105,7 +105,7 @@ def test_a_time_out_that_no_deadline_gives_is_noted() -> None:
     async def main() -> None:
         world = World()
         world.start()
-        await world.call(seconds=1e6)
+        await world.call(seconds=float("inf"))
         assert [type(error) for error in world.network.failures] == [ValueError]
 
     run(main())

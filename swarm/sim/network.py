@@ -202,7 +202,7 @@ class Network:
         source.sent_bytes[kind] += nbytes
         target.received_bytes[kind] += nbytes
         await self.healed(source.name, target.name)
-        await carry(nbytes, source.up, target.down)
+        await carry(nbytes, source.up, target.down, connection=(source.name, target.name))
         await asyncio.sleep(seconds)
         await self.healed(source.name, target.name)
 

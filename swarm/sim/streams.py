@@ -129,7 +129,8 @@ class Stream(AsyncIterator[Buffer]):
         nbytes = max(nbytes, total // STREAM_PIECES)
         self._source.sent_bytes[self._call.kind] += nbytes
         self._target.received_bytes[self._call.kind] += nbytes
-        await carry(nbytes, self._source.up, self._target.down)
+        connection = (self._source.name, self._target.name)
+        await carry(nbytes, self._source.up, self._target.down, connection=connection)
         await asyncio.sleep((self._source.latency_seconds + self._target.latency_seconds) / STREAM_PIECES)
         try:
             async with asyncio.timeout(self._gap_seconds):

@@ -27,7 +27,7 @@ class _Section(BaseModel):
 class ScenarioSection(_Section):
     """[scenario]: how long, and what the report is called."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ -]{0,63}$")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.,_ -]{0,63}$")
     hours: float | None = Field(default=None, gt=0, le=24 * 365)
     """Virtual time; or as long as ``steps`` take."""
     steps: int | None = Field(default=None, ge=1)
