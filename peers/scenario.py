@@ -55,22 +55,13 @@ def _check_folder(path: Path | None) -> None:
 
 
 def _show(scenario: Scenario, results: list[Result]) -> None:
-    console = Console(width=max(100, Console().width))
+    console = Console(width=max(120, Console().width), highlight=False, soft_wrap=True)
     table = Table(title=f"{scenario.scenario.name}, seed {results[0].seed}", title_justify="left", box=None)
     keys = [key for key in results[0].policy if len({result.policy[key] for result in results}) > 1] or ["wiring"]
     for key in keys:
-        table.add_column(key)
-    for name in (
-        "microbatches/s",
-        "of the best",
-        "first hour",
-        "last hour",
-        "useful",
-        "moves",
-        "deaths",
-        "+ s a death step",
-    ):
-        table.add_column(name, justify="right")
+        table.add_column(key, no_wrap=True)
+    for name in ("microbatches/s", "of the best", "first hour", "last hour", "useful", "moves", "deaths", "s longer"):
+        table.add_column(name, justify="right", no_wrap=True)
     for r in results:
         table.add_row(
             *(r.policy[key] for key in keys),
@@ -87,6 +78,6 @@ def _show(scenario: Scenario, results: list[Result]) -> None:
         console.print(
             f"{', '.join(r.policy[key] for key in keys)}: {r.steps} steps, {r.seconds:.0f} virtual seconds in "
             f"{r.real_seconds:.0f} s; utilisation {shares}; {r.repaired} repaired, {r.retried} retried, "
-            f"{r.recomputed} recomputed; the trainer sends {trainer / 1e6:.1f} MB/s",
-            highlight=False,
+            f"{r.recomputed} recomputed; the trainer sends {trainer / 1e6:.1f} MB/s"
         )
+    console.print("useful: share of all computing that is in a commit; s longer: a step in which peers died")

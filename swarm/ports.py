@@ -72,6 +72,17 @@ class Directory(Protocol):
         """All published configs, invalid ones left out ([data] is the default section)."""
 
 
+class Chunks(Protocol):
+    """Bytes that a donor sends.  Whoever stops before the end closes them, or the donor keeps its copy for long."""
+
+    def __aiter__(self) -> AsyncIterator[Buffer]: ...
+
+    async def __anext__(self) -> Buffer: ...
+
+    async def aclose(self) -> None:
+        """Let the donor go."""
+
+
 class StageCalls(Protocol):
     """Calls to a peer.  Every call raises Retryable or Refused, within ``timeout_seconds``."""
 
@@ -102,14 +113,10 @@ class StageCalls(Protocol):
     async def apply(self, to: Contact, request: ApplyRequest, timeout_seconds: float) -> StateMark:
         """Have a peer apply a commit."""
 
-    async def fetch_state(
-        self, to: Contact, request: StateRequest, timeout_seconds: float
-    ) -> tuple[StateHead, AsyncIterator[Buffer]]:
+    async def fetch_state(self, to: Contact, request: StateRequest, timeout_seconds: float) -> tuple[StateHead, Chunks]:
         """Ask a donor for its state.  ``timeout_seconds`` bounds the head and the gap between two chunks."""
 
-    async def fetch_gradient(
-        self, to: Contact, request: GradientRequest, timeout_seconds: float
-    ) -> AsyncIterator[Buffer]:
+    async def fetch_gradient(self, to: Contact, request: GradientRequest, timeout_seconds: float) -> Chunks:
         """Ask a donor for a reduced gradient; same time-out as :meth:`fetch_state`."""
 
 

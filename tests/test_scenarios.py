@@ -141,7 +141,7 @@ def test_stochastic_wiring_at_a_fixed_placement() -> None:
         for speed in (1, 2, 4, 8)
     ]
     small = scenario(peers=peers, step={"microbatches": 400, "microbatch_size": 1}, scenario={"name": "w", "steps": 2})
-    ours, uniform, static = (play(small, Policy(wiring=w), 0).fraction for w in ("stochastic", "uniform", "static"))  # type: ignore[arg-type]
+    ours, uniform, static = (play(small, Policy(wiring=w), 0).fraction for w in ("stochastic", "uniform", "static"))
     assert ours > 0.88
     assert max(uniform, static) < 0.45
 

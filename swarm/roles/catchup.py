@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from contextlib import aclosing
 
 from swarm.errors import FAILURES, BadReply, TimedOut
 from swarm.ids import RunHash, SessionId
 from swarm.messages import Contact, StateHead, StateRequest
 from swarm.policy.deadlines import Limits, transfer_deadline
 from swarm.policy.sizes import most_state_bytes
-from swarm.ports import Clock, Directory, Executor, Journal, Priority, StageCalls, StageModule
+from swarm.ports import Chunks, Clock, Directory, Executor, Journal, Priority, StageCalls, StageModule
 from swarm.records import Lineage, PeerRecord, PeerState
 from swarm.roles.reducing import Reducing
 from swarm.roles.seat import Seat
-from swarm.tensors import Buffer
 
 POLL_SECONDS = 1.0
 """Between two looks for a donor."""
@@ -99,15 +98,8 @@ class CatchUp:
         request = StateRequest(run=self._run, stage=self._seat.stage)
         pause = self._limits.reduce_floor_seconds + self._module.gradient_bytes / DIGEST_BYTES_PER_SECOND
         head, chunks = await self._calls.fetch_state(contact, request, pause)
-        most = most_state_bytes(self._module.gradient_bytes)
-        if not 0 <= head.total_bytes <= most:
-            raise BadReply(f"a state of {head.total_bytes} bytes, more than the {most} of any of this stage")
-        seconds = transfer_deadline(self._limits, most, 1.0)  # by what we know of the stage, not by a donor's word
-        try:
-            async with asyncio.timeout(seconds):
-                data = await _collect(head, chunks)
-        except TimeoutError:
-            raise TimedOut(f"a state of {head.total_bytes} bytes did not come within {seconds:.0f} s") from None
+        async with aclosing(chunks):
+            data = await self._receive(head, chunks)
         await self._reducing.close()  # nothing may read the sum that goes with the old parameters
         await self._executor.run(Priority.CONTROL, lambda: self._load(head, data))
         self._seat.behind = None
@@ -120,6 +112,17 @@ class CatchUp:
             nbytes=head.total_bytes,
             seconds=self._clock.now() - started,
         )
+
+    async def _receive(self, head: StateHead, chunks: Chunks) -> bytearray:
+        most = most_state_bytes(self._module.gradient_bytes)
+        if not 0 <= head.total_bytes <= most:
+            raise BadReply(f"a state of {head.total_bytes} bytes, more than the {most} of any of this stage")
+        seconds = transfer_deadline(self._limits, most, 1.0)  # by what we know of the stage, not by a donor's word
+        try:
+            async with asyncio.timeout(seconds):
+                return await _collect(head, chunks)
+        except TimeoutError:
+            raise TimedOut(f"a state of {head.total_bytes} bytes did not come within {seconds:.0f} s") from None
 
     def _start_over(self) -> None:
         """A new peer is at version 0 as it is; one that was told to go back there is made so."""
@@ -135,7 +138,7 @@ class CatchUp:
         self._seat.replace(head.lineage, head.commits)
 
 
-async def _collect(head: StateHead, chunks: AsyncIterator[Buffer]) -> bytearray:
+async def _collect(head: StateHead, chunks: Chunks) -> bytearray:
     """All of a state.  Raises BadReply if it is not what ``head`` says."""
     data, digest = bytearray(), hashlib.sha256()
     async for chunk in chunks:

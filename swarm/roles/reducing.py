@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -191,10 +192,11 @@ class Reducing:
         request = GradientRequest(run=key.run, stage=key.stage, parent=key.lineage, digest=digest)
         data = bytearray()
         chunks = await self._calls.fetch_gradient(donor, request, self._limits.reduce_floor_seconds)
-        async for chunk in chunks:
-            data += chunk
-            if len(data) > self._module.gradient_bytes:
-                raise BadReply(f"more than the {self._module.gradient_bytes} bytes of a gradient")
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                data += chunk
+                if len(data) > self._module.gradient_bytes:
+                    raise BadReply(f"more than the {self._module.gradient_bytes} bytes of a gradient")
         found = hashlib.sha256(data).hexdigest()
         if found != digest:
             raise BadReply(f"reduced gradient has digest {found[:12]}, not {digest[:12]}")

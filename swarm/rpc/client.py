@@ -119,9 +119,7 @@ class GrpcStageCalls:
         """Have a peer apply a commit."""
         return await self._ask("Apply", to, control.APPLY, request, control.STATE_MARK, timeout_seconds)
 
-    async def fetch_state(
-        self, to: Contact, request: StateRequest, timeout_seconds: float
-    ) -> tuple[StateHead, AsyncIterator[Buffer]]:
+    async def fetch_state(self, to: Contact, request: StateRequest, timeout_seconds: float) -> tuple[StateHead, Chunks]:
         """Ask a donor for its state.  The iterator ends only after exactly ``total_bytes``."""
         call = await self._stream("FetchState", to, control.STATE.encode(request))
         with _errors(to, call, keep=True):
@@ -131,9 +129,7 @@ class GrpcStageCalls:
             head = heads.from_state(frames.decode(message))
         return head, Chunks(to, call, timeout_seconds, total_bytes=head.total_bytes)
 
-    async def fetch_gradient(
-        self, to: Contact, request: GradientRequest, timeout_seconds: float
-    ) -> AsyncIterator[Buffer]:
+    async def fetch_gradient(self, to: Contact, request: GradientRequest, timeout_seconds: float) -> Chunks:
         """Ask a donor for a reduced gradient.  Refusals are raised here, not by the iterator."""
         call = await self._stream("FetchGradient", to, control.GRADIENT.encode(request))
         chunks = Chunks(to, call, timeout_seconds, total_bytes=None)
@@ -180,7 +176,7 @@ class GrpcStageCalls:
 
 
 class Chunks(AsyncIterator[Buffer]):
-    """Data of a stream, chunk by chunk.  Ends its call on errors, at the end, on aclose() or when collected."""
+    """Data of a stream, chunk by chunk.  Ends its call on errors, at the end, or on aclose()."""
 
     def __init__(self, to: Contact, call: StreamCall, timeout_seconds: float, *, total_bytes: int | None) -> None:
         self._to = to
@@ -188,7 +184,7 @@ class Chunks(AsyncIterator[Buffer]):
         self._timeout_seconds = timeout_seconds
         self._total_bytes = total_bytes
         self._received_bytes = 0
-        self._peeked: memoryview | None = None
+        self._peeked: Buffer | None = None
 
     async def peek(self) -> None:
         """Wait for the first chunk and keep it.  Raises what the first step of the iteration would."""
@@ -197,7 +193,7 @@ class Chunks(AsyncIterator[Buffer]):
         except StopAsyncIteration:
             return
 
-    async def __anext__(self) -> memoryview:
+    async def __anext__(self) -> Buffer:
         if self._peeked is not None:
             chunk, self._peeked = self._peeked, None
             return chunk

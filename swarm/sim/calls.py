@@ -73,13 +73,11 @@ class SimulatedCalls:
 
     async def fetch_state(
         self, to: Contact, request: StateRequest, timeout_seconds: float
-    ) -> tuple[StateHead, AsyncIterator[Buffer]]:
+    ) -> tuple[StateHead, streams.Stream]:
         call = self._head("fetch_state", to, request)
         return await streams.fetch(self._network, self._node, call, timeout_seconds, lambda s: s.fetch_state(request))
 
-    async def fetch_gradient(
-        self, to: Contact, request: GradientRequest, timeout_seconds: float
-    ) -> AsyncIterator[Buffer]:
+    async def fetch_gradient(self, to: Contact, request: GradientRequest, timeout_seconds: float) -> streams.Stream:
         async def run(service: StageService) -> tuple[None, AsyncIterator[Buffer]]:
             return None, await service.fetch_gradient(request)
 

@@ -28,7 +28,7 @@ async def fetch(
     call: Call,
     seconds: float,
     run: Callable[[StageService], Awaitable[tuple[H, AsyncIterator[Buffer]]]],
-) -> tuple[H, AsyncIterator[Buffer]]:
+) -> tuple[H, Stream]:
     """Head and bytes; ``seconds`` bounds the head and the gap between two pieces."""
     fate = network.begin(call)
     node = network.nodes.get(call.to.endpoint)
