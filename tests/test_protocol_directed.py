@@ -13,6 +13,8 @@ from swarm.ids import Digest, MicrobatchId, PeerId
 from swarm.messages import (
     BackwardRequest,
     Contact,
+    DropRequest,
+    FreezeRequest,
     Greeting,
     GroupMember,
     MicrobatchCall,
@@ -23,7 +25,7 @@ from swarm.messages import (
 from swarm.ports import Draw
 from swarm.records import Lineage, PeerState, Term
 from swarm.roles.stepbook import StepBook
-from swarm.sim.arithmetic import pack
+from swarm.sim.arithmetic import NumericBatches, pack
 from swarm.sim.fuzz.operator import superseded
 from swarm.sim.fuzz.run import run_config
 from swarm.sim.lives import MemoryLog
@@ -693,3 +695,70 @@ def test_a_sum_that_is_not_finite_is_dropped_and_made_again() -> None:
 
     swarm = play((2, 1), then=then)
     assert all(not commit.excluded for commit in swarm.log.commits)
+
+
+def test_a_drop_that_comes_late_does_not_touch_a_sum_that_is_being_averaged() -> None:
+    """Its peer was fenced, let back in by another drop, and has closed a later attempt since."""
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        await asyncio.sleep(5.0)  # both have found that they begin
+        first, second = (swarm.peers[PeerId(name)].peer for name in ("p00", "p01"))
+        key = StepKey(run=swarm.config.hash, stage=0, term=Term(1, PeerId("t")), lineage=first.seat.lineage)
+        late = DropRequest(key=key, attempt=0)
+        await first.drop(late)
+        members = []
+        for number, peer in enumerate((first, second)):
+            inputs, targets, tokens = NumericBatches().microbatch(0, MicrobatchId(number))
+            call = MicrobatchCall(
+                key=key, microbatch=MicrobatchId(number), try_number=0, attempt=1, deadline_seconds=30.0
+            )
+            await peer.backward(BackwardRequest(call=call, inputs=inputs, seed=targets, tokens=tokens))
+            held = await peer.freeze(FreezeRequest(key=key, attempt=1))
+            members.append(
+                GroupMember(
+                    contact=peer.seat.contact,
+                    microbatches=tuple(h.microbatch for h in held.held),
+                    tokens=sum(h.tokens for h in held.held),
+                )
+            )
+        total = sum(member.tokens for member in members)
+        request = ReduceRequest(key=key, attempt=1, members=tuple(members), total_tokens=total, deadline_seconds=15.0)
+        reducing = asyncio.gather(first.reduce(request), second.reduce(request))
+        await asyncio.sleep(0.01)
+        with pytest.raises(Frozen):
+            await first.drop(late)
+        replies = await reducing
+        assert all(reply.reduced is not None for reply in replies)
+        assert not swarm.network.failures
+
+    play((2,), then=then)
+
+
+def test_who_was_lost_and_comes_back_works_again_in_the_same_step() -> None:
+    """Its record had expired; what it held was computed by others meanwhile."""
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        training = asyncio.create_task(swarm.make_trainer().run(1))
+        def works() -> bool:
+            life = swarm.peers.get(PeerId("p00"))
+            return life is not None and bool(life.module.added)
+
+        async with asyncio.timeout(BOUND_SECONDS):
+            await until(swarm, works)
+            swarm.kill_peer(PeerId("p00"))
+            await until(swarm, lambda: "mending" in kinds(swarm))
+            swarm.start_peer("p00", 0)
+            await until(swarm, works)
+            assert not training.done()
+            await training
+        swarm.check_finished(1)
+
+    async def main() -> None:
+        swarm = SimulatedSwarm(run_config(1, 600))
+        start(swarm, 3)
+        try:
+            await then(swarm)
+        finally:
+            await swarm.close()
+
+    run(main())

@@ -70,7 +70,8 @@ class Committing:
 
     async def _finish(self, request: ApplyRequest) -> StateMark:
         """Goes on when the caller has given up: the compute thread does as well."""
-        await self._reducing.close()  # the update uses the sum's memory
+        if not self._was_last(request):  # a repeated one changes nothing, and the next step's reduce may be under way
+            await self._reducing.close()  # the update uses the sum's memory
         try:
             return await self._executor.run(Priority.CONTROL, lambda: self._apply(request))
         finally:

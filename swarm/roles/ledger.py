@@ -69,7 +69,7 @@ class Ledger:
 
     def over(self, stage: int) -> int:
         """The last attempt in which nothing is sent any more."""
-        return self.attempts[stage] - self.computing
+        return self.attempts[stage] - 1 if self.computing else self.attempts[stage]
 
     def unplaced(self, stage: int) -> int:
         """Microbatches of the step that the stage has not begun."""

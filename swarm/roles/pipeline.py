@@ -192,8 +192,9 @@ class Pipeline:
 
     async def _recompute(self, passage: Passage, stage: int, avoid: set[PeerId]) -> TensorData | None:
         """The gradient of the input (and the loss) again, anywhere, adding nothing."""
-        if stage == 0 and (self._last_stage > 0 or passage.loss is not None):
-            return None
+        has_gradient = stage == 0 or stage - 1 in passage.seeds
+        if has_gradient and (stage < self._last_stage or passage.loss is not None):
+            return passage.seeds.get(stage - 1)  # from the time before the repair
         while True:
             member = await self._pick(stage, self._units(stage), passage, avoid)
             try:

@@ -67,7 +67,8 @@ class Seat:
         self.check_place(key.run, key.stage)
         self.follow(key.term)
         while not self._here(key):
-            pending = self.kept is not None and self.kept[0] == self.lineage
+            kept = self.kept  # read once: the compute thread writes it
+            pending = kept is not None and kept[0] == self.lineage
             if not pending or key.step != self.lineage.length + 1:
                 self._refuse_stale(key)
             try:

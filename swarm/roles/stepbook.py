@@ -57,7 +57,12 @@ class StepBook:
         return tuple(self.held[m] for m in sorted(self.held))
 
     def drop(self, attempt: int) -> None:
-        """Forget everything held (the gradient is dropped by the caller); closes ``attempt`` as well."""
+        """Forget everything held (the gradient is dropped by the caller); closes ``attempt`` as well.
+
+        Raises Frozen if a later attempt was closed: what is held may be under way to an average.
+        """
+        if attempt < self.frozen_attempt:
+            raise Frozen(f"attempt {attempt} is over, {self.frozen_attempt} was closed")
         self.freeze(attempt)
         self.held.clear()
 

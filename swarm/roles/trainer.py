@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swarm.config import RunConfig
 from swarm.errors import StateLost
-from swarm.ids import MicrobatchId, PeerId, SessionId
+from swarm.ids import PeerId, SessionId
 from swarm.messages import StateMark
 from swarm.policy.deadlines import LAN, Limits
 from swarm.policy.routing import Routing, choose
@@ -17,16 +17,15 @@ from swarm.ports import Batches, Clock, CommitLog, Directory, Journal, StageCall
 from swarm.records import CommitRecord, LeadRecord, Lineage, Term
 from swarm.roles.answers import Boundary
 from swarm.roles.closing import StageClose, StageResult
+from swarm.roles.computing import Computing
 from swarm.roles.fences import Fences
 from swarm.roles.lead import Lead
-from swarm.roles.ledger import Counts, Ledger, Passage
+from swarm.roles.ledger import Counts, Ledger
 from swarm.roles.pipeline import Pipeline
 from swarm.roles.roster import Roster
 from swarm.roles.takeover import LEASE_RENEW_SECONDS, Lease, Takeover
 
 RUN_RENEW_SECONDS = 20.0
-MEND_SECONDS = 5.0
-"""Between two looks for peers that are gone, if nothing is heard meanwhile."""
 EMPTY_SECONDS = 2.0
 """A stage without an eligible peer for so long is said to be empty."""
 
@@ -192,8 +191,10 @@ class Trainer:
             counts=self.progress.counts,
             boundary=self._boundary,
         )
-        await self._compute(lineage.length, ledger, fences, pipeline)
-        ledger.computing = False
+        computing = Computing(
+            ledger=ledger, roster=self.roster, fences=fences, pipeline=pipeline, journal=self._journal
+        )
+        await computing.run(lineage.length, self._batches, self._config.step.microbatches, self._fixed_window)
         computed = self._clock.now()
         closes = self._closes(ledger, fences, pipeline)
         results = await self._close(ledger, closes)
@@ -216,49 +217,6 @@ class Trainer:
         )
         if self._on_step is not None:
             self._on_step(commit)
-
-    async def _compute(self, step: int, ledger: Ledger, fences: Fences, pipeline: Pipeline) -> None:
-        for stage in self.roster.stages:
-            for member in stage.values():
-                member.lane.begin_step()
-        window = asyncio.Semaphore(self._window())
-
-        async def one(passage: Passage) -> None:
-            async with window:
-                await pipeline.train(passage)
-
-        async def mend(passage: Passage, stage: int) -> None:
-            async with window:
-                await pipeline.repair(passage, stage)
-
-        async def watch(tasks: asyncio.TaskGroup) -> None:
-            """What a peer that is gone had done is done again at once, beside all else, and not at the close."""
-            while True:
-                await self.roster.changed(MEND_SECONDS)
-                for holder, stage, passages in fences.take_lost():
-                    self._journal.record("mending", peer=holder.peer, stage=stage, microbatches=len(passages))
-                    for passage in passages:
-                        tasks.create_task(mend(passage, stage))
-
-        async with asyncio.TaskGroup() as tasks:
-            carried = []
-            for index in range(self._config.step.microbatches):
-                inputs, targets, tokens = self._batches.microbatch(step, MicrobatchId(index))
-                passage = Passage(microbatch=MicrobatchId(index), tokens=tokens)
-                passage.inputs[0] = inputs
-                passage.seeds[len(self.roster.stages) - 1] = targets
-                ledger.passages[passage.microbatch] = passage
-                carried.append(tasks.create_task(one(passage)))
-            watcher = tasks.create_task(watch(tasks))
-            await asyncio.wait(carried)
-            watcher.cancel()
-
-    def _window(self) -> int:
-        """Microbatches in flight: four per peer keep the queues of fast and slow ones filled (docs/simulation.md)."""
-        if self._fixed_window is not None:
-            return self._fixed_window
-        peers = sum(len(self.roster.eligible(stage)) for stage in range(len(self.roster.stages)))
-        return max(4, 4 * peers)
 
     def _closes(self, ledger: Ledger, fences: Fences, pipeline: Pipeline) -> list[StageClose]:
         return [

@@ -78,6 +78,7 @@ class SimulatedAverager:
             raise ReduceFailed(f"the members' tokens {counts} do not add up to {request.total_tokens}")
         if mine.tokens > 0 and any(math.isnan(value) for value in gradient_sum):
             raise NotFinite("gradient")
+        before = tuple(gradient_sum)
         meeting = self._meetings.begin(request)
         me = mine.contact.peer
         if me in meeting.parts:
@@ -95,6 +96,8 @@ class SimulatedAverager:
             if me not in meeting.through and self._node.alive:
                 meeting.left.add(me)
                 meeting.notify()
+        if mine.tokens > 0 and _changed(before, gradient_sum):
+            self._network.failures.append(AssertionError(f"the sum of {me} changed while it was being averaged"))
         if self._meetings.loses(me):
             raise ReduceFailed("the result was lost on the way")
         total, weight = ZERO, 0
@@ -159,3 +162,8 @@ class SimulatedAverager:
             await carry(nbytes, machine.up, machine.down)
             await asyncio.sleep(4 * machine.latency_seconds)
         await asyncio.sleep(overheads.reduce_seconds)
+
+
+def _changed(before: Sequence[float], after: Sequence[float]) -> bool:
+    """Something was added or dropped meanwhile.  What a fault of the device leaves, not finite, is another thing."""
+    return any(old != new and not math.isnan(new) for old, new in zip(before, after, strict=True))

@@ -33,8 +33,8 @@ class Invariants:
         self._thorough = thorough
         self._terms: dict[SessionId, Term] = {}
         self._voided: dict[tuple[SessionId, Lineage, Term, MicrobatchId], int] = {}
-        self._sent: dict[tuple[SessionId, StepKey, MicrobatchId], int] = {}
-        """The greatest attempt in which each microbatch was sent to each life of a peer."""
+        self._sent: dict[tuple[SessionId, StepKey, MicrobatchId, int], int] = {}
+        """The attempt in which each try of a microbatch was sent to a life of a peer."""
         self._frozen: dict[tuple[SessionId, StepKey], tuple[int, frozenset[MicrobatchId]]] = {}
         """The last freeze that each life of a peer has answered."""
 
@@ -44,8 +44,7 @@ class Invariants:
         """A call is made."""
         if self._thorough and isinstance(call.request, BackwardRequest):
             sent = call.request.call
-            key = (call.to.session, sent.key, sent.microbatch)
-            self._sent[key] = max(sent.attempt, self._sent.get(key, 0))
+            self._sent[call.to.session, sent.key, sent.microbatch, sent.try_number] = sent.attempt
         with self._noting():
             self._truth.saw(call)
 
@@ -112,7 +111,7 @@ class Invariants:
             return
         attempt, closed = self._frozen.get((session, book.key), (-1, frozenset[MicrobatchId]()))
         for microbatch in book.held.keys() - closed:
-            if self._sent.get((session, book.key, microbatch), 0) <= attempt:
+            if self._sent.get((session, book.key, microbatch, book.held[microbatch].try_number), 0) <= attempt:
                 raise Violation(f"{session} added {microbatch} after it had closed attempt {attempt}")
         for microbatch, entry in book.held.items():
             least = self._voided.get((session, book.key.lineage, book.key.term, microbatch), 0)

@@ -13,6 +13,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -148,7 +149,9 @@ class Network:
         if not math.isfinite(seconds) or seconds < 0:
             self.failures.append(ValueError(f"{call.kind} may wait for {seconds} s"))
         if fate.late_copy_seconds is not None:
-            task = asyncio.create_task(self._arrive_late(fate.late_copy_seconds, call, run))
+            # In nobody's process: it is on its way whatever becomes of the caller.
+            late = self._arrive_late(fate.late_copy_seconds, call, run)
+            task: asyncio.Task[None] = Context().run(asyncio.get_running_loop().create_task, late)
             self._late.add(task)
             task.add_done_callback(self._late.discard)
         try:
@@ -208,6 +211,7 @@ class Network:
 
     async def _arrive_late(self, seconds: float, call: Call, run: Callable[[StageService], Awaitable[Any]]) -> None:
         await asyncio.sleep(seconds)
+        await self.healed(call.caller, call.to.peer)
         node = self.nodes.get(call.to.endpoint)
         if node is not None:
             self.spawn(node, self._serve_late(node, call, run))

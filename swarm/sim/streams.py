@@ -90,9 +90,6 @@ class Stream(AsyncIterator[Buffer]):
         """End the call."""
         self._let_go()
 
-    def __del__(self) -> None:
-        self._let_go()
-
     async def _next(self) -> Buffer | None:
         if self._fate.kill_amid_stream and self._sent >= STREAM_PIECES // 2:
             self._donor.kill()

@@ -67,15 +67,23 @@ class Chaos:
         if not messages and not asked_faults and not answered_faults:
             return FAIR
         node = self.swarm.network.nodes.get(call.to.endpoint)
-        fate = Fate(
-            on_request=lambda: self._happen_all(asked_faults, node),
-            on_reply=lambda: self._happen_all(answered_faults, node),
-        )
+        at_answer = [fault for request, fault in messages if not request]
+        for fault in (fault for request, fault in messages if request):
+            self._count_message(fault, call.to.peer)
+
+        def on_reply() -> None:
+            for fault in at_answer:
+                self._count_message(fault, call.to.peer)
+            self._happen_all(answered_faults, node)
+
+        fate = Fate(on_request=lambda: self._happen_all(asked_faults, node), on_reply=on_reply)
         for request, fault in messages:
-            self.happened[fault.point, fault.kind] += 1
-            self._note(fault, call.to.peer)
             fate = _spoil(fate, fault, request)
         return fate
+
+    def _count_message(self, fault: Fault, victim: str) -> None:
+        self.happened[fault.point, fault.kind] += 1
+        self._note(fault, victim)
 
     def _count(self, point: str) -> tuple[str, list[Fault]]:
         self._counts[point] += 1
@@ -242,11 +250,11 @@ def _spoil(fate: Fate, fault: Fault, request: bool) -> Fate:
         return replace(fate, reset_request=True) if request else replace(fate, reset_reply=True)
     if fault.kind is Kind.DELAY:
         return replace(fate, request_seconds=fault.seconds) if request else replace(fate, reply_seconds=fault.seconds)
-    if fault.amount % 2:
+    if fault.amount % 2 and request:
         return replace(fate, repeat=True)
     # Held up on the way with others, which all arrive together; or the caller gives up, and then it arrives after all.
     together = fault.seconds - world_seconds() % fault.seconds
-    overdue = fault.amount == 4
+    overdue = fault.amount == 4 and request
     return replace(fate, late_copy_seconds=together + OVERDUE_SECONDS * overdue, lose_request=overdue)
 
 

@@ -92,6 +92,8 @@ async def _play(schedule: Schedule, chaos: Chaos, outcome: Outcome, bound_second
         outcome.calls = sum(swarm.network.calls.values())
         await operator.stop()
         await swarm.close()
+    if swarm.invariants.violation is not None:
+        raise swarm.invariants.violation
     gc.collect()
     failures = [error for error in swarm.network.failures if not isinstance(error, Broken)]
     if complaints or failures:

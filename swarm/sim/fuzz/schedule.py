@@ -147,7 +147,7 @@ def _fault(rng: random.Random, point: str, kind: Kind, most: int | None = None) 
 def _late_messages(rng: random.Random) -> list[Fault]:
     """A congested link that lets go of many messages at once, when what they are about is nearly over."""
     seconds = rng.uniform(0.5, 4.0)
-    call = rng.choice(["backward", "backward", "forward", "freeze", "reduce", "apply"])
+    call = rng.choice(["backward", "backward", "forward", "freeze", "drop", "reduce", "apply"])
     faults = [_fault(rng, f"{call} asked", rng.choice([Kind.DUPLICATE, Kind.DUPLICATE, Kind.DELAY])) for _ in range(10)]
     return [replace(fault, seconds=seconds, amount=rng.choice([2, 2, 4])) for fault in faults]
 

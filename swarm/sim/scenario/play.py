@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
 
+from swarm.errors import UsageError
 from swarm.ids import PeerId
 from swarm.policy.deadlines import WAN
 from swarm.policy.placement import choose_stage
@@ -92,9 +93,7 @@ class Play:
         training = node.process.spawn(trainer.run(steps), "trainer")
         seconds = 3600.0 * scenario.scenario.hours if scenario.scenario.hours is not None else None
         background = [asyncio.create_task(task) for task in self._background(seconds or float("inf"))]
-        await asyncio.wait([training], timeout=seconds)
-        if training.done():
-            training.result()
+        await self._until_done(training, background, seconds)
         ended = asyncio.get_running_loop().time()
         training.cancel()
         for task in background:
@@ -109,11 +108,32 @@ class Play:
             raise self.swarm.invariants.violation or failures[0]
         return result
 
+    async def _until_done(
+        self, training: asyncio.Task[None], background: list[asyncio.Task[None]], seconds: float | None
+    ) -> None:
+        """Or until the time is over.  Raises what any of the tasks does."""
+        running: set[asyncio.Task[None]] = {training, *background}
+        try:
+            async with asyncio.timeout(seconds):
+                while training in running:
+                    done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        task.result()
+        except TimeoutError:
+            return
+
     # --- who is there -----------------------------------------------------------------
 
     def _start_all(self) -> None:
         counts = [peer_class.count for peer_class in self.scenario.peers]
         _, best = self.optimum.of(counts)
+        for stage in range(self.scenario.model.stage_count):
+            there = [(c.stages or best[i])[stage] for i, c in enumerate(self.scenario.peers)]
+            if not any(count and self.optimum.rates[index][stage] for index, count in enumerate(there)):
+                raise UsageError(
+                    f"{self.scenario.scenario.name}: no peer has the memory for stage {stage}, which needs "
+                    f"{stage_memory_bytes(self.scenario.model, stage) / 1e9:.1f} GB: add peers, or raise memory_gb"
+                )
         for index, peer_class in enumerate(self.scenario.peers):
             for stage, count in enumerate(peer_class.stages or best[index]):
                 for _ in range(count):
