@@ -21,7 +21,7 @@ settings.load_profile("swarm")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test says how long it takes, so that `-m fast` and `-m swarm` are all there is."""
+    """Every test says how long it takes, so that these three are all there is."""
     for item in items:
-        if not any(item.get_closest_marker(name) for name in ("fast", "swarm")):
-            raise pytest.UsageError(f"{item.nodeid}: mark it fast or swarm")
+        if not any(item.get_closest_marker(name) for name in ("fast", "simulated", "swarm")):
+            raise pytest.UsageError(f"{item.nodeid}: mark it fast, simulated or swarm")

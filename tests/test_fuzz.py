@@ -17,24 +17,25 @@ from swarm.sim.fuzz.campaign import campaign, shrink, table
 from swarm.sim.fuzz.run import try_schedule
 from swarm.sim.fuzz.schedule import POINTS, Fault, Kind, Schedule, draw
 
-pytestmark = pytest.mark.fast
-
 SEEDS = range(20_000, 20_300)
 """Others than those of the seeded bugs."""
 
 
+@pytest.mark.simulated
 def test_the_swarm_computes_what_one_process_would() -> None:
     tally = campaign(SEEDS)
     assert not tally.failures, [(failure.replay, failure.what) for failure in tally.failures]
     assert len(tally.missing) < len(POINTS) * len(Kind) / 3
 
 
+@pytest.mark.fast
 def test_a_seed_fixes_everything() -> None:
     first, second = try_schedule(draw(7)), try_schedule(draw(7))
     assert first.events == second.events
     assert len(first.events) > 20
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", Kind)
 def test_each_kind_of_fault_happens_and_is_survived(kind: Kind) -> None:
     point = "lookup" if kind is Kind.JOIN else "backward answered"
@@ -45,6 +46,7 @@ def test_each_kind_of_fault_happens_and_is_survived(kind: Kind) -> None:
     assert any(event == "fault" for _, event, _ in outcome.events)
 
 
+@pytest.mark.fast
 def test_a_run_without_faults_is_quiet() -> None:
     outcome = try_schedule(Schedule(seed=1, peers=(2, 2)))
     assert outcome.error is None
@@ -53,6 +55,7 @@ def test_a_run_without_faults_is_quiet() -> None:
     assert not noisy & {kind for _, kind, _ in outcome.events}
 
 
+@pytest.mark.fast
 def test_a_failure_is_shrunk_to_the_faults_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without deduplication a backward that arrives twice is enough; all else is left out."""
 
@@ -74,6 +77,7 @@ def test_a_failure_is_shrunk_to_the_faults_that_matter(monkeypatch: pytest.Monke
     assert any("duplicate at backward asked 4" in event for event in failure.events)
 
 
+@pytest.mark.fast
 def test_a_shrunk_schedule_is_the_same_run() -> None:
     schedule = draw(11)
     everything = tuple(range(len(schedule.faults)))
@@ -81,11 +85,13 @@ def test_a_shrunk_schedule_is_the_same_run() -> None:
     assert try_schedule(schedule.only(everything)).events == try_schedule(schedule).events
 
 
+@pytest.mark.fast
 def test_a_bound_that_is_too_short_is_said() -> None:
     outcome = try_schedule(replace(draw(7), steps=4), bound_seconds=0.5)
     assert "no end within 0.5 s" in outcome.what
 
 
+@pytest.mark.fast
 def test_the_table_shows_every_point_and_every_fault() -> None:
     happened: Counter[tuple[str, Kind]] = Counter({("apply asked", Kind.KILL): 12})
     lines = table(happened).splitlines()
@@ -94,6 +100,7 @@ def test_the_table_shows_every_point_and_every_fault() -> None:
     assert all(kind in lines[-1] for kind in Kind)
 
 
+@pytest.mark.simulated
 def test_a_seed_is_the_same_run_in_another_process() -> None:
     """Whatever order sets of names have there: or a failure could not be replayed."""
     program = (

@@ -739,6 +739,7 @@ def test_who_was_lost_and_comes_back_works_again_in_the_same_step() -> None:
 
     async def then(swarm: SimulatedSwarm) -> None:
         training = asyncio.create_task(swarm.make_trainer().run(1))
+
         def works() -> bool:
             life = swarm.peers.get(PeerId("p00"))
             return life is not None and bool(life.module.added)

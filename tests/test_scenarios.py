@@ -19,8 +19,6 @@ from swarm.sim.scenario.meter import Result
 from swarm.sim.scenario.optimum import best_assignment, throughput
 from swarm.sim.scenario.play import Policy, play
 
-pytestmark = pytest.mark.fast
-
 EXAMPLES = Path(__file__).parent.parent / "examples"
 MEASURED = Path(__file__).parent.parent / "docs" / "data" / "calibration.json"
 
@@ -52,6 +50,7 @@ def brute_force(counts: list[int], rates: list[list[float]]) -> float:
     )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("counts", [[3, 4], [1, 1], [5, 0], [7, 2]])
 @pytest.mark.parametrize("rates", [[[1.0, 1.0], [0.5, 0.5]], [[1.0, 0.3], [0.2, 0.9]], [[2.0, 1.0], [0.0, 1.0]]])
 def test_the_best_assignment_is_the_best(counts: list[int], rates: list[list[float]]) -> None:
@@ -61,6 +60,7 @@ def test_the_best_assignment_is_the_best(counts: list[int], rates: list[list[flo
     assert throughput(assignment, rates) == best
 
 
+@pytest.mark.fast
 def test_too_few_peers_do_nothing() -> None:
     assert best_assignment([1], [[1.0, 1.0]])[0] == 0.0
 
@@ -68,6 +68,7 @@ def test_too_few_peers_do_nothing() -> None:
 # --- one run ------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 def test_a_run_comes_near_the_best_and_says_where_time_went() -> None:
     result = run(step={"microbatches": 96, "microbatch_size": 1})
     assert 0.85 < result.fraction <= 1.0
@@ -79,12 +80,14 @@ def test_a_run_comes_near_the_best_and_says_where_time_went() -> None:
     assert result.moves == result.deaths == result.repaired == 0
 
 
+@pytest.mark.fast
 def test_the_same_seed_is_the_same_run() -> None:
     jitter = [{"class": "a", "count": 4, "forward_seconds": 0.5, "jitter": 0.3}]
     same = [play(scenario(peers=jitter), Policy(), seed).step_seconds for seed in (1, 1, 2)]
     assert same[0] == same[1] != same[2]
 
 
+@pytest.mark.fast
 def test_a_thin_link_is_what_bounds_the_run() -> None:
     wide = {"layers": 2, "width": 1024, "heads": 1, "sequence_length": 256, "stages": 2}
     free = run(model=wide)
@@ -99,6 +102,7 @@ def test_a_thin_link_is_what_bounds_the_run() -> None:
     assert 0.6 * most < thin.microbatches_per_second < most
 
 
+@pytest.mark.fast
 def test_a_class_that_has_no_memory_for_a_stage_gets_none() -> None:
     peers = [
         {"class": "big", "count": 2, "forward_seconds": 0.5, "memory_gb": 16},
@@ -109,6 +113,7 @@ def test_a_class_that_has_no_memory_for_a_stage_gets_none() -> None:
     assert result.utilisation["big"] > 0.5
 
 
+@pytest.mark.simulated
 def test_peers_that_die_are_replaced_and_nothing_of_a_commit_is_lost() -> None:
     result = run(
         scenario={"name": "churn", "hours": 0.3},
@@ -124,6 +129,7 @@ def test_peers_that_die_are_replaced_and_nothing_of_a_commit_is_lost() -> None:
 # --- policies -------------------------------------------------------------------------------
 
 
+@pytest.mark.fast
 def test_the_papers_rule() -> None:
     def queues(*stages: dict[str, float]) -> list[dict[PeerId, float]]:
         return [{PeerId(peer): queue for peer, queue in stage.items()} for stage in stages]
@@ -134,6 +140,7 @@ def test_the_papers_rule() -> None:
     assert paper_move([]) is None
 
 
+@pytest.mark.simulated
 def test_stochastic_wiring_at_a_fixed_placement() -> None:
     """Experiment 2, small: 16 peers of four speeds on 2 stages."""
     peers = [
@@ -146,6 +153,7 @@ def test_stochastic_wiring_at_a_fixed_placement() -> None:
     assert max(uniform, static) < 0.45
 
 
+@pytest.mark.simulated
 def test_rebalancing_helps_after_a_stage_has_lost_its_peers(tmp_path: Path) -> None:
     """Experiment 3, small: of 16 peers 7 die, most of them of one stage, and nobody comes."""
     trace = tmp_path / "trace.csv"
@@ -163,6 +171,7 @@ def test_rebalancing_helps_after_a_stage_has_lost_its_peers(tmp_path: Path) -> N
     assert 0 < oracle.moves <= paper.moves
 
 
+@pytest.mark.fast
 def test_square_cube() -> None:
     """Experiment 1, small: the order of the models, and less utilisation with more latency."""
     found = {
@@ -176,6 +185,7 @@ def test_square_cube() -> None:
     assert busy > 2 * square_cube.utilisation(base, 100, 1, 8)  # others travel meanwhile
 
 
+@pytest.mark.simulated
 def test_the_simulator_predicts_what_was_measured() -> None:
     """Experiment 5, on figures that real processes gave (docs/simulation.md says how)."""
     compared = calibrate_simulator.compare(json.loads(MEASURED.read_text()))
@@ -184,6 +194,7 @@ def test_the_simulator_predicts_what_was_measured() -> None:
         assert predicted == pytest.approx(measured, rel=calibrate_simulator.TOLERANCE), name
 
 
+@pytest.mark.simulated
 def test_a_hundred_peers_for_five_minutes() -> None:
     """Experiment 4, small: bytes per peer do not grow with the swarm, the trainer's and the DHT's do."""
 
@@ -205,6 +216,7 @@ def test_a_hundred_peers_for_five_minutes() -> None:
 # --- files and the command -------------------------------------------------------------------
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("path", sorted((EXAMPLES / "scenarios").glob("*.toml")), ids=lambda path: path.stem)
 def test_the_examples_are_valid(path: Path) -> None:
     found = load(path)
@@ -212,6 +224,7 @@ def test_the_examples_are_valid(path: Path) -> None:
         assert read_trace(found.churn.trace, found.churn.trace_unit)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("sections", "says"),
     [
@@ -233,6 +246,7 @@ def test_a_wrong_scenario_names_the_culprit(sections: dict[str, Any], says: str)
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("text", ["1,2,3\n", "a,1\n", "1,-1\n", "nan,1\n", "", "0,0\n"])
 def test_a_wrong_trace_names_file_and_line(text: str, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
@@ -241,6 +255,7 @@ def test_a_wrong_trace_names_file_and_line(text: str, tmp_path: Path) -> None:
         read_trace(path, "hours")
 
 
+@pytest.mark.fast
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, report, plot = tmp_path / "s.toml", tmp_path / "r.json", tmp_path / "p.png"
     path.write_text(
@@ -255,6 +270,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -275,6 +291,7 @@ def test_natural_mistakes(arguments: list[str], says: str, capsys: pytest.Captur
     assert said.count("\n") == 1
 
 
+@pytest.mark.simulated
 def test_fuzzing_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["simulate", "--fuzz", "60", "--seed", "30000"]) is ExitCode.DONE
     said = capsys.readouterr().out

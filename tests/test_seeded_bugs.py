@@ -45,10 +45,10 @@ from swarm.sim.averager import SimulatedAverager
 from swarm.sim.fuzz.run import try_schedule
 from swarm.sim.fuzz.schedule import draw
 
-pytestmark = pytest.mark.fast
+pytestmark = pytest.mark.simulated
 
 MOST_SCHEDULES = 500
-SHORT_SECONDS = 300.0
+SHORT_SECONDS = 120.0
 """Instead of the bound for an honest swarm, for bugs that show as no progress."""
 
 Bug = Callable[[pytest.MonkeyPatch], None]

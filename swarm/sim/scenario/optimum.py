@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-
 Counts = tuple[tuple[int, ...], ...]
 """By class, then by stage."""
 
@@ -27,6 +24,10 @@ def best_assignment(counts: Sequence[int], rates: Sequence[Sequence[float]]) -> 
     ``counts[c]`` are the peers of class c, ``rates[c][s]`` the microbatches per second of one of them at stage s (0: it
     cannot serve it).  Throughput is 0 if there are fewer peers than stages.
     """
+    # Late: scipy takes a third of a second, and only scenarios need it.
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
     classes, stages = len(counts), len(rates[0])
     unknowns = classes * stages + 1
     # At every stage: the sum of rates, less t, is at least 0.

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING
 
 from swarm.sim.scenario.meter import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = ("#0b6fa4", "#d1495b", "#2e8b57", "#8d6a9f", "#c77d0a", "#5c6770", "#1b998b", "#7a3b2e")
 
 
 def draw(name: str, results: Sequence[Result]) -> bytes:
     """A PNG."""
+    # Late: matplotlib takes half a second.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     labels = labels_of(results)
     figure = Figure(figsize=(12, 7.5), layout="constrained")
     canvas = FigureCanvasAgg(figure)
