@@ -763,3 +763,21 @@ def test_who_was_lost_and_comes_back_works_again_in_the_same_step() -> None:
             await swarm.close()
 
     run(main())
+
+
+def test_a_peer_whose_clock_jumped_in_the_middle_of_a_job_is_not_too_slow_for_ever() -> None:
+    """It takes itself for slow then, and would refuse whatever it is asked; only work mends the estimate."""
+
+    async def then(swarm: SimulatedSwarm) -> None:
+        jumped = list[str]()
+
+        def jump(call: Call) -> None:
+            if call.kind == "forward" and not jumped:
+                jumped.append(call.to.peer)
+                asyncio.get_running_loop().call_later(0.05, swarm.peers[call.to.peer].node.process.jump, 60.0)
+
+        swarm.network.before_call.append(jump)
+        await train(swarm)
+        assert jumped
+
+    play((1, 1), then=then)

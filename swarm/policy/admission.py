@@ -7,7 +7,12 @@ MAX_WAITING = 64
 
 
 def retry_after(waiting: int, seconds_per_job: float, deadline_seconds: float) -> float | None:
-    """None: take the call.  Else the seconds after which asking again makes sense."""
+    """None: take the call.  Else the seconds after which asking again makes sense.
+
+    An idle peer takes any: if its estimate is what is wrong (its clock jumped, it was suspended), only work mends that.
+    """
+    if waiting == 0:
+        return None
     expected = (waiting + 1) * seconds_per_job
     if waiting >= MAX_WAITING:
         return max(0.05, expected / 2)
