@@ -38,19 +38,19 @@ def check_finite(outcome: Outcome) -> None:
 
 
 def test_one_peer_at_a_time_computes_nan(tmp_path: Path) -> None:
-    """Activations three times; then the sums of gradients, in groups of three, of two, and of one.
+    """Activations twice, after which it is left alone; then the sums of gradients, in groups of two and of one.
 
     Late in the run, when all six peers have joined it.
     """
     file = tmp_path / "fired"
     faults = {
-        "peer-1-0": [Fault(point="output is NaN", step=40, file=str(file)) for _ in range(3)],
+        "peer-1-0": [Fault(point="output is NaN", step=40, file=str(file)) for _ in range(2)],
         "peer-1-1": [Fault(point="gradient is NaN", step=50, file=str(file))],
         "peer-2-0": [Fault(point="gradient is NaN", step=56, file=str(file))],
         "peer-0-0": [Fault(point="gradient is NaN", step=62, file=str(file))],
     }
     outcome = run_swarm(tmp_path, peers=(1, 3, 2), steps=70, faults=faults)
-    assert sorted(fired(file)) == ["gradient is NaN"] * 3 + ["output is NaN"] * 3
+    assert sorted(fired(file)) == ["gradient is NaN"] * 3 + ["output is NaN"] * 2
     outcome.check()
     check_finite(outcome)
     assert blamed(outcome.of("not_finite")) == {peer_of(outcome, "peer-1-0")}
@@ -60,8 +60,6 @@ def test_one_peer_at_a_time_computes_nan(tmp_path: Path) -> None:
     assert blamed(outcome.of("gradient_not_finite")) == {
         peer_of(outcome, name) for name in ("peer-1-1", "peer-2-0", "peer-0-0")
     }
-    kinds = [event.kind for event in read_events(outcome.logs / "peer-1-0.jsonl")]
-    assert "state_fetched" in kinds  # it does not go on from what it has
 
 
 def test_a_peer_that_computes_nan_for_ever_is_avoided(tmp_path: Path) -> None:
@@ -77,7 +75,7 @@ def test_a_peer_that_computes_nan_for_ever_is_avoided(tmp_path: Path) -> None:
     culprits = [peer_of(outcome, name) for name in ("peer-1-0", "peer-2-0")]
     diverged = [str(event.fields["peer"]) for event in outcome.of("peer_diverged")]
     assert set(diverged) == set(culprits)
-    # Fetching state does not mend it: the second time it is left alone for half a minute, longer than this run.
+    # The second time it is left alone for half a minute, longer than this run.
     assert max(diverged.count(culprit) for culprit in culprits) <= 2
     assert blamed(outcome.of("gradient_not_finite")) == {culprits[1]}
 

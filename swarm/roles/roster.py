@@ -169,8 +169,11 @@ class Roster:
     def doubt(self, member: Member, reason: str) -> None:
         """The peer computed what another did not: left alone for a while from the second time on.
 
-        Its parameters are not known to differ.  It keeps them: it may be the only one that has them.
+        Its parameters are not known to differ.  It keeps them: it may be the only one that has them.  What it was sent
+        before it is left alone says nothing new.
         """
+        if self._clock.now() < member.health.banned_until:
+            return
         self._journal.record("peer_diverged", peer=member.peer, stage=member.stage, reason=reason)
         member.health.diverged(self._clock.now())
         self.notify()
