@@ -73,7 +73,9 @@ def _natural(text: str) -> int:
 
 
 def fault_numbers(text: str) -> tuple[int, ...]:
-    """'3,17' -> (3, 17)."""
+    """'3,17' -> (3, 17); 'none' -> ()."""
+    if text == "none":
+        return ()
     if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers; example: 3,17")
     return tuple(int(part) for part in text.split(","))
@@ -122,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
         help="for experiments: each computation takes so many times as long",
     )  # fmt: skip
     peer.add_argument(
-        "--emulate-seconds", type=_positive(float), metavar="SECONDS",
+        "--emulate-seconds", type=_positive(float), default=0.0, metavar="SECONDS",
         help="for experiments: each forward takes at least so long, each backward twice that",
     )  # fmt: skip
 
@@ -186,8 +188,12 @@ def parser() -> argparse.ArgumentParser:
     simulate.add_argument(
         "--only", type=fault_numbers, metavar="3,17", help="with --fuzz 1: only these of the schedule's faults"
     )
-    simulate.add_argument("--journal", type=Path, metavar="FILE", help="with --fuzz: write a failure's events there")
-    simulate.add_argument("--jobs", type=_positive(int), default=1, metavar="N", help="processes; default: 1")
+    simulate.add_argument(
+        "--journal", type=Path, metavar="FILE", help="with --fuzz: write the last failure's events there"
+    )
+    simulate.add_argument(
+        "--jobs", type=_positive(int), default=1, metavar="N", help="with --fuzz: processes; default: 1"
+    )
     simulate.add_argument("--report", type=Path, metavar="FILE", help="of a scenario: write a JSON report")
     simulate.add_argument("--plot", type=Path, metavar="FILE.png", help="of a scenario: draw it")
 

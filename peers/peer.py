@@ -60,8 +60,8 @@ class PeerOptions:
     journal: Path | None
     socket_root: Path | None = None
     slowness: float = 1.0
-    """Emulation for experiments: each job takes so many times as long."""
-    forward_seconds: float | None = None
+    """Emulation for experiments: forwards and backwards take so many times as long."""
+    forward_seconds: float = 0.0
     """Emulation for experiments: least seconds of a forward; a backward takes twice that."""
 
     @staticmethod
@@ -212,18 +212,14 @@ class PeerProgram:
 
     def make_module(self, module: StageModule) -> StageModule:
         """The stage's parameters and arithmetic."""
-        if self.options.forward_seconds is not None:
+        if self.options.forward_seconds > 0 or self.options.slowness > 1:
             from peers.slowness import PacedModule
 
-            return PacedModule(module, self.options.forward_seconds)
+            return PacedModule(module, seconds=self.options.forward_seconds, factor=self.options.slowness)
         return module
 
     def make_executor(self, executor: Executor) -> Executor:
         """The compute thread."""
-        if self.options.slowness > 1:
-            from peers.slowness import SlowExecutor
-
-            return SlowExecutor(executor, self.options.slowness)
         return executor
 
     def make_averager(self, averager: Averager) -> Averager:

@@ -21,8 +21,8 @@ from swarm.telemetry.report import write_atomically
 
 def simulate(options: argparse.Namespace) -> ExitCode:
     """Play the scenario of ``options.scenario``."""
-    if options.only is not None or options.journal is not None:
-        raise UsageError("--only and --journal belong to --fuzz")
+    if options.only is not None or options.journal is not None or options.jobs != 1:
+        raise UsageError("--only, --journal and --jobs belong to --fuzz")
     scenario = load(options.scenario)
     for path in (options.report, options.plot):
         _check_folder(path)

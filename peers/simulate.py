@@ -12,6 +12,7 @@ from pathlib import Path
 from swarm.errors import ExitCode, UsageError
 from swarm.sim.fuzz.campaign import Failure, Tally, campaign, table
 from swarm.sim.fuzz.schedule import draw
+from swarm.telemetry.report import write_atomically
 
 SHOWN_EVENTS = 30
 BATCH = 50
@@ -24,6 +25,8 @@ def main(options: argparse.Namespace) -> ExitCode:
         raise UsageError("name a scenario file, or give --fuzz N (see 'swarm simulate --help')")
     if options.fuzz is not None and options.scenario is not None:
         raise UsageError(f"--fuzz draws its own runs: leave {options.scenario} or --fuzz away")
+    if options.fuzz is not None and (options.report is not None or options.plot is not None):
+        raise UsageError("--report and --plot belong to a scenario; of --fuzz, --journal writes what a failure did")
     if options.fuzz is None:
         from peers.scenario import simulate
 
@@ -74,7 +77,7 @@ def _show(failure: Failure, journal: Path | None) -> None:
         print(f"    {number}: {schedule.faults[number]}")
     print(f"  replay: {failure.replay}")
     if journal is not None:
-        journal.write_text("\n".join(failure.events) + "\n", encoding="utf-8")
+        write_atomically(journal, ("\n".join(failure.events) + "\n").encode())
         print(f"  journal: {journal}")
         return
     print(f"  the end of its journal (all of it: --journal FILE), {min(SHOWN_EVENTS, len(failure.events))} events:")

@@ -15,18 +15,20 @@ from swarm.errors import UsageError
 from swarm.ids import RunHash
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A table of a file: unknown keys and numbers that are none are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
 
 
-class RunSection(_Section):
+class RunSection(Section):
     """[run]: what the run is called, and the seed of everything drawn at random in it."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     seed: int = Field(default=0, ge=0, lt=2**63)
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     """[model]: a decoder and how it is cut into stages."""
 
     kind: Literal["decoder"] = "decoder"
@@ -66,7 +68,7 @@ class ModelSection(_Section):
         return len(self.layers_per_stage)
 
 
-class DataSection(_Section):
+class DataSection(Section):
     """[data]: where the trainer reads.  Never published."""
 
     path: str | None = None
@@ -75,7 +77,7 @@ class DataSection(_Section):
     tokenizer: Literal["bytes"] = "bytes"
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     """[optimizer]: what happens to the averaged gradient."""
 
     name: Literal["adamw", "sgd"] = "adamw"
@@ -110,7 +112,7 @@ class OptimizerSection(_Section):
         return self
 
 
-class StepSection(_Section):
+class StepSection(Section):
     """[step]: what one optimizer step consists of."""
 
     microbatches: int = Field(ge=1, le=1 << 20)
@@ -120,7 +122,7 @@ class StepSection(_Section):
     """Updates by which the parameters of a step may lag; only 0 so far."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """All that peers must agree on, and (``data``) what stays with the trainer."""
 
     run: RunSection
@@ -154,19 +156,24 @@ class RunConfig(_Section):
         return config
 
 
-def load(path: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
-    """Read ``path`` (TOML); ``overrides`` maps 'section.key' to a value that wins over the file's.
-
-    Raises UsageError, one line that names the file and the wrong key.
-    """
+def read_toml(path: Path) -> dict[str, Any]:
+    """What a file says, unchecked.  Raises UsageError, one line that names the file."""
     try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{path}: no such file") from None
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"{path}: not a TOML file: {error}") from None
+
+
+def load(path: Path, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+    """Read ``path`` (TOML); ``overrides`` maps 'section.key' to a value that wins over the file's.
+
+    Raises UsageError, one line that names the file and the wrong key.
+    """
+    raw = read_toml(path)
     for key, value in (overrides or {}).items():
         section, _, name = key.partition(".")
         if not isinstance(raw.setdefault(section, {}), dict):

@@ -81,6 +81,14 @@ def test_equals_share_equally_and_ties_depend_on_the_seed_alone() -> None:
     assert len(set(picks)) > 3
 
 
+def test_an_idle_slow_peer_works_while_there_is_work_and_is_not_waited_for_at_the_end() -> None:
+    fast, slow = Lane(seconds_per_unit=1.0), Lane(seconds_per_unit=8.0)
+    lanes = [(PeerId("fast"), fast), (PeerId("slow"), slow)]
+    fast.sent(3.0)
+    assert choose(lanes, 3.0, "0/0", 100.0) == "slow"  # free first, and the stage is busy for long anyway
+    assert choose(lanes, 3.0, "0/0", 0.0) == "fast"  # the slow one would be waited for: 24 s, against 6
+
+
 def test_nobody_to_choose() -> None:
     assert choose([], 1.0, "seed") is None
 

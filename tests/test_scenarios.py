@@ -280,6 +280,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["simulate", "--fuzz", "2", "--only", "1"], "--fuzz 1"),
         (["simulate", "--fuzz", "1", "--only", "999"], "has faults 0 to"),
         (["simulate", "--fuzz", "0"], "'0'"),
+        (["simulate", "--fuzz", "1", "--report", "x.json"], "--report and --plot belong to a scenario"),
+        (["simulate", str(EXAMPLES / "scenarios" / "wiring.toml"), "--jobs", "2"], "belong to --fuzz"),
         (["simulate", str(EXAMPLES / "scenarios" / "wiring.toml"), "--plot", "x.jpg"], ".png"),
         (["simulate", str(EXAMPLES / "scenarios" / "wiring.toml"), "--report", "/no/such/x.json"], "/no/such"),
     ],
@@ -289,6 +291,12 @@ def test_natural_mistakes(arguments: list[str], says: str, capsys: pytest.Captur
     said = capsys.readouterr().err
     assert says in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.fast
+def test_a_replay_of_no_fault_at_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(["simulate", "--fuzz", "1", "--seed", "7", "--only", "none"]) is ExitCode.DONE
+    assert "1 schedules, 0 faults" in capsys.readouterr().out
 
 
 @pytest.mark.simulated

@@ -88,26 +88,26 @@ def activation(value: bytes = bytes(4)) -> TensorData:
 @pytest.mark.parametrize(("work", "seconds"), [(0.02, 0.1), (0.3, 0.3)])
 def test_forward_takes_at_least_its_seconds(clock: Time, work: float, seconds: float) -> None:
     bare = TorchStage(config(), 0)
-    paced = PacedModule(Working(bare, clock, work), 0.1)
+    paced = PacedModule(Working(bare, clock, work), seconds=0.1)
     output = paced.forward(DRAW, ids(), keep_graph=False)
     assert clock.now == pytest.approx(seconds)
     assert bytes(output.data) == bytes(bare.forward(DRAW, ids(), keep_graph=False).data)
 
 
 def test_backward_takes_twice_that_and_with_its_forward_three_times(clock: Time) -> None:
-    first = PacedModule(Working(TorchStage(config(), 0), clock, 0.02), 0.1)
+    first = PacedModule(Working(TorchStage(config(), 0), clock, 0.02), seconds=0.1)
     first.forward(DRAW, ids(), keep_graph=True)
     began = clock.now
     first.backward(DRAW, None, activation())
     assert clock.now - began == pytest.approx(0.2)
-    last = PacedModule(Working(TorchStage(config(), 1), clock, 0.02), 0.1)
+    last = PacedModule(Working(TorchStage(config(), 1), clock, 0.02), seconds=0.1)
     began = clock.now
     last.backward(DRAW, activation(b"\0\0\x80?"), ids())
     assert clock.now - began == pytest.approx(0.3)
 
 
 def test_failure_and_all_else_are_not_slowed(clock: Time) -> None:
-    paced = PacedModule(Working(TorchStage(config(), 0), clock, 0.02), 0.1)
+    paced = PacedModule(Working(TorchStage(config(), 0), clock, 0.02), seconds=0.1)
     with pytest.raises(NeedsInput):
         paced.backward(DRAW, None, activation())
     paced.snapshot()
@@ -115,9 +115,18 @@ def test_failure_and_all_else_are_not_slowed(clock: Time) -> None:
     assert clock.slept == []
 
 
+def test_a_factor_multiplies_what_is_computed_and_the_probe_knows(clock: Time) -> None:
+    slow = PacedModule(Working(TorchStage(config(), 0), clock, 0.02), factor=4.0)
+    slow.forward(DRAW, ids(), keep_graph=True)
+    assert clock.now == pytest.approx(0.08)
+    slow.backward(DRAW, None, activation())
+    assert clock.now == pytest.approx(0.16)
+    assert slow.probe() == pytest.approx(0.08)
+
+
 @pytest.mark.parametrize(("work", "seconds"), [(0.02, 0.1), (0.3, 0.3)])
 def test_probe_says_what_a_forward_takes(clock: Time, work: float, seconds: float) -> None:
-    paced = PacedModule(Working(TorchStage(config(), 0), clock, work), 0.1)
+    paced = PacedModule(Working(TorchStage(config(), 0), clock, work), seconds=0.1)
     assert paced.probe() == pytest.approx(seconds)
     assert clock.now == pytest.approx(seconds)
 
@@ -129,5 +138,6 @@ def test_the_option_reaches_the_module() -> None:
     bare = TorchStage(config(), 0)
     assert program().make_module(bare) is bare
     began = time.perf_counter()
+    assert isinstance(program("--emulate-slowness", "2").make_module(bare), PacedModule)
     program("--emulate-seconds", "0.05").make_module(bare).forward(DRAW, ids(), keep_graph=False)
     assert time.perf_counter() - began >= 0.05

@@ -86,10 +86,6 @@ class Lane:
             self.last_timeout = now
         self._learn(max(self.seconds_per_unit, waited_seconds / units))
 
-    def finish_seconds(self, units: float) -> float:
-        """Expected seconds until work placed now would be done."""
-        return (self.outstanding_units + units) * self.seconds_per_unit
-
     def answer_expected_seconds(self) -> float:
         """Expected seconds until all that is placed is answered."""
         return self.outstanding_units * self.answer_seconds

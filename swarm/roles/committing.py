@@ -81,8 +81,8 @@ class Committing:
 
     def _finished(self, task: asyncio.Task[StateMark]) -> None:
         self._finishing.discard(task)
-        if not task.cancelled():
-            task.exception()  # seen, should the caller have gone
+        if not task.cancelled() and (error := task.exception()) is not None:  # the caller may have gone
+            self._journal.record("apply_failed", stage=self._seat.stage, reason=str(error))
 
     def _was_last(self, request: ApplyRequest) -> bool:
         seat = self._seat

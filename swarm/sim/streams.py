@@ -43,8 +43,7 @@ class Stream(AsyncIterator[Buffer]):
     """Bytes of a donor, piece by piece.
 
     The donor's part runs in the donor's process: it stands still in its pauses and breaks when it dies.  The donor
-    lets go of its bytes at the end, however that comes: error, aclose(), or that the reader forgets the stream (a real
-    server learns of that last only when a frame is not taken).
+    lets go of its bytes at the end, on errors and on aclose().
     """
 
     def __init__(

@@ -64,8 +64,7 @@ class SimulatedSwarm:
         self.sick = sick
         self.truth = Truth(config, poisons, sick)
         self.invariants = Invariants(self.peers, self.truth, thorough=thorough)
-        self.recomputed = 0
-        """Backwards of lives that ended whose forward had to be run again."""
+        self._recomputed = 0
         self._graph_bytes = graph_bytes
         self._limits = limits
         self._staleness_seconds = staleness_seconds
@@ -146,11 +145,16 @@ class SimulatedSwarm:
         self._end(life)
 
     def _end(self, life: LivePeer) -> None:
-        self.recomputed += life.module.recomputed
+        self._recomputed += life.module.recomputed
         life.node.process.resume()
         life.executor.die()
         life.task.cancel()
         self._ended.append(life.task)
+
+    @property
+    def recomputed(self) -> int:
+        """Backwards so far whose forward had to be run again."""
+        return self._recomputed + sum(life.module.recomputed for life in self.peers.values())
 
     def may_kill(self, peer_id: PeerId) -> bool:
         """Another living peer of the stage holds all that this one holds of what is, or may soon be, committed."""

@@ -91,6 +91,8 @@ def _said(kind: str, fields: _Fields) -> str | None:
             return f"{fields.step('step {}') or 'a step'} applied{fields.stage(' at stage {}')}"
         case "gradient_lost":
             return f"gradient of {fields.microbatches()} lost{fields.step(' at step {}')}"
+        case "apply_failed":
+            return f"an update failed{fields.stage(' at stage {}')}"
         case "reduce_ended":
             return f"all-reduce ended{fields.stage(' at stage {}')}"
         case _:

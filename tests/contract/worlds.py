@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any, Generic, TypeVar
@@ -29,15 +30,15 @@ REAL_SECONDS = 60.0
 """Longest that one test may take."""
 
 
-class World(Generic[A]):
+class World(ABC, Generic[A]):
     """One way to run tests of adapters ``A``."""
 
     def __init__(self, making: Making[A]) -> None:
         self._making = making
 
+    @abstractmethod
     def run(self, test: Test[A, T]) -> T:
         """Run the test with adapters of its own, or with those that this world keeps."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """After the last test."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from swarm.sim.fuzz.run import Outcome, try_schedule
@@ -60,17 +60,12 @@ class Failure:
     @property
     def replay(self) -> str:
         """The command that shows it again."""
-        numbers = ",".join(map(str, self.needed))
+        numbers = ",".join(map(str, self.needed)) or "none"
         only = f" --only {numbers}" if len(self.needed) < len(self.schedule.faults) else ""
         return f"swarm simulate --fuzz 1 --seed {self.seed}{only}"
 
 
-def campaign(
-    seeds: Iterable[int],
-    *,
-    only: Sequence[int] | None = None,
-    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
-) -> Tally:
+def campaign(seeds: Iterable[int], *, only: Sequence[int] | None = None) -> Tally:
     """Run the schedules of ``seeds`` (with the faults numbered ``only``); each failure is shrunk."""
     gc.collect()
     gc.freeze()  # each run ends with a full collection; what was there before need not be looked at
@@ -82,7 +77,6 @@ def campaign(
         tally.add(outcome)
         if outcome.error is not None:
             tally.failures.append(shrink(schedule, chosen))
-        on_outcome(outcome)
     return tally
 
 

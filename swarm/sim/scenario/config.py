@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from swarm.config import ModelSection, RunConfig, StepSection, problems
+from swarm.config import ModelSection, RunConfig, Section, StepSection, problems, read_toml
 from swarm.config import parse as parse_run
 from swarm.errors import UsageError
 from swarm.policy.sizes import stage_parameters
@@ -20,11 +19,7 @@ OPTIMIZER_BYTES_PER_PARAMETER = 12
 """Parameters and two moments in float32: a stage's state."""
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ScenarioSection(_Section):
+class ScenarioSection(Section):
     """[scenario]: how long, and what the report is called."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.,_ -]{0,63}$")
@@ -56,7 +51,7 @@ class ScenarioModel(ModelSection):
         return tokens * (24.0 * self.width**2 + 4.0 * self.width * self.sequence_length)
 
 
-class TrainerSection(_Section):
+class TrainerSection(Section):
     """[trainer]: where it runs, and how much it has under way."""
 
     up_mbit: float | None = Field(default=None, gt=0)
@@ -66,7 +61,7 @@ class TrainerSection(_Section):
     """Microbatches in flight; by default as many as keep all peers busy."""
 
 
-class OverheadSection(_Section):
+class OverheadSection(Section):
     """[overhead]: constants fitted to a real swarm (docs/simulation.md, calibration)."""
 
     call_ms: float = Field(default=1.0, ge=0)
@@ -85,7 +80,7 @@ class OverheadSection(_Section):
         )
 
 
-class PeerClass(_Section):
+class PeerClass(Section):
     """[[peers]]: machines of one kind."""
 
     name: str = Field(alias="class", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,31}$")
@@ -114,7 +109,7 @@ class PeerClass(_Section):
         return self
 
 
-class ChurnSection(_Section):
+class ChurnSection(Section):
     """[churn]: peers that die and come, by rates or after a trace of how many instances were alive."""
 
     mean_life_hours: float | None = Field(default=None, gt=0)
@@ -135,7 +130,7 @@ class ChurnSection(_Section):
         return self
 
 
-class PolicySection(_Section):
+class PolicySection(Section):
     """[compare]: one run for each combination."""
 
     wiring: tuple[Wiring, ...] = ("stochastic",)
@@ -155,7 +150,7 @@ class PolicySection(_Section):
         return value
 
 
-class Scenario(_Section):
+class Scenario(Section):
     """All of a file."""
 
     scenario: ScenarioSection
@@ -222,15 +217,7 @@ class Scenario(_Section):
 
 def load(path: Path) -> Scenario:
     """Read a scenario file.  Raises UsageError, one line that names the file and every wrong key."""
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror or error}") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path}: not a TOML file: {error}") from None
-    scenario = parse(raw, str(path))
+    scenario = parse(read_toml(path), str(path))
     churn = scenario.churn
     if churn is not None and churn.trace is not None and not churn.trace.is_absolute():
         churn = churn.model_copy(update={"trace": path.parent / churn.trace})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from swarm.sim.machine import Machine
@@ -20,7 +20,7 @@ class Meter:
     moves: list[tuple[float, str]] = field(default_factory=list)
     spared: int = 0
     """Deaths that did not happen: the peer was the last that held its stage's state."""
-    lived_seconds: Counter[str] = field(default_factory=Counter)
+    lived_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Of all peers of a class together."""
 
     def microbatches(self, start: float, end: float) -> float:

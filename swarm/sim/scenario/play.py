@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from random import Random
@@ -187,7 +187,7 @@ class Play:
 
     def _lived(self, peer: PeerId, until: float) -> None:
         name = self.scenario.peers[self.classes[peer]].name
-        self.meter.lived_seconds[name] += int(until - self._born.pop(peer))
+        self.meter.lived_seconds[name] += until - self._born.pop(peer)
 
     # --- churn --------------------------------------------------------------------------
 
@@ -222,13 +222,13 @@ class Play:
         self._note_alive()
 
     async def _joins(self, index: int) -> int:
-        stages = range(self.scenario.model.stage_count)
+        stages = [stage for stage, rate in enumerate(self.optimum.rates[index]) if rate > 0]
         if self.policy.joining == "random":
-            return self._rng.choice([stage for stage in stages if self.optimum.rates[index][stage] > 0])
+            return self._rng.choice(stages)
         await asyncio.sleep(1.0)  # those who came a moment ago are seen
         at = asyncio.get_running_loop().time()
         records = [self.swarm.board.of_stage(self.swarm.config.hash, stage, at) for stage in stages]
-        return choose_stage(records, str(self._names))[0]
+        return stages[choose_stage(records, str(self._names))[0]]
 
     # --- the trainer --------------------------------------------------------------------
 
@@ -259,14 +259,12 @@ class Play:
         seconds = max(1e-9, (meter.commits[-1][0] if self.scenario.scenario.steps else ended) - began)
         microbatches = sum(count for _, count in meter.commits)
         end = began + seconds
-        units = FORWARD_UNITS + BACKWARD_UNITS
-        useful = sum(
-            microbatches * units * layers * self._mean_layer_seconds()
-            for layers in self.scenario.model.layers_per_stage
-        )
-        busy: Counter[str] = Counter()
+        needed = microbatches * (FORWARD_UNITS + BACKWARD_UNITS) * self.scenario.model.layers
+        busy, done = defaultdict[str, float](float), 0.0
         for peer, index in self.classes.items():
-            busy[self.scenario.peers[index].name] += self.swarm.network.machines[peer].device.busy_seconds  # type: ignore[assignment]
+            device = self.swarm.network.machines[peer].device
+            busy[self.scenario.peers[index].name] += device.busy_seconds
+            done += device.busy_seconds / device.seconds_per_unit
         machines = [self.swarm.network.machines[peer] for peer in self.classes]
         return Result(
             policy={
@@ -286,8 +284,8 @@ class Play:
             fraction=self._fraction(began, end),
             fraction_first_hour=self._fraction(began, min(end, began + 3600.0)),
             fraction_last_hour=self._fraction(max(began, end - 3600.0), end),
-            utilisation={name: busy[name] / max(1, lived) for name, lived in meter.lived_seconds.items()},
-            useful=useful / max(1e-9, sum(busy.values())),
+            utilisation={name: busy[name] / max(1.0, lived) for name, lived in meter.lived_seconds.items()},
+            useful=needed / max(1e-9, done),
             repaired=counts.repaired,
             retried=counts.retried,
             recomputed=self.swarm.recomputed,
@@ -309,15 +307,6 @@ class Play:
             series=list(self._series(began, end)),
             step_seconds=[trainer.progress.step_seconds[step] for step in sorted(trainer.progress.step_seconds)],
         )
-
-    def _mean_layer_seconds(self) -> float:
-        """Of a layer, averaged over the devices by the work that they did."""
-        busy = work = 0.0
-        for peer in self.classes:
-            device = self.swarm.network.machines[peer].device
-            busy += device.busy_seconds
-            work += device.busy_seconds / device.seconds_per_unit
-        return busy / work if work else 0.0
 
     def _best(self, start: float, end: float) -> float:
         """Microbatches that the best assignment of whoever was alive could have done in a span."""
